@@ -188,14 +188,15 @@ def draw_real_steps(name: str, title: str) -> Figure:
     figure, grid = plt.subplots(3, 3, figsize=(11, 8.5), sharex=True, layout="constrained")
     jobs, lines = _real_jobs(name), []
     for (panel, heading), axes in zip(REAL_PANELS.items(), grid.flat, strict=True):
+        has_band = panel == "reward" and len(jobs) <= MOST_BANDS
         for job, style in zip(jobs, _real_styles(jobs), strict=True):
             numbers, values = _real_points(job, panel)
             smooth = values if panel == HELD_OUT else _trailing(values)
             lines += axes.plot(numbers, smooth, label=_real_name(job), linewidth=1.2, **style)
-            if panel == "reward" and len(jobs) <= MOST_BANDS:
+            if has_band:
                 _band(axes, numbers, values, style["color"])
-                heading = f"reward (band: standard deviation of {WINDOW} steps)"
-        axes.set_title(heading, fontsize=9, loc="left")
+        told = f" (band: standard deviation of {WINDOW} steps)" if has_band else ""
+        axes.set_title(heading + told, fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         if panel not in ("reward", HELD_OUT):
             axes.set_ylim(bottom=0)

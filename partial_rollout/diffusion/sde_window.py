@@ -74,19 +74,6 @@ class WindowPlan:
         start = random.Random(repr(key)).randint(self.first, self.last - self.size)
         return SdeWindow(start, start + self.size)
 
-    def progressive(self, global_step: int, interval: int) -> SdeWindow:
-        """The window of a training step, counted from 0, that moves on by one every `interval` training steps.
-
-        It begins at the first steps of the range, where there is most noise, and stays at its last ones: the
-        progressive strategy of MixGRPO (arXiv 2507.21802), without going back to the first.
-
-        >>> plan = WindowPlan(size=2, first=0, last=5)
-        >>> [plan.progressive(step, 25).start for step in (0, 24, 25, 74, 75, 1000)]
-        [0, 0, 1, 2, 3, 3]
-        """
-        start = min(self.first + global_step // interval, self.last - self.size)
-        return SdeWindow(start, start + self.size)
-
 
 def window_of_request(plan: WindowPlan, *, run_seed: int, global_step: int, request_seed: int) -> SdeWindow:
     """FlowGRPO: each request has a window of its own."""
@@ -96,9 +83,16 @@ def window_of_request(plan: WindowPlan, *, run_seed: int, global_step: int, requ
 def window_of_step(plan: WindowPlan, *, run_seed: int, global_step: int, request_seed: int) -> SdeWindow:
     """MixGRPO: all requests of a training step share one window, whichever engine runs them and whenever they start.
 
+    With `plan.interval` it begins at the first denoise steps of the range, where there is most noise, and moves on to
+    the last, where it stays: the progressive strategy of MixGRPO (arXiv 2507.21802). `global_step` counts from 0.
     `request_seed` is not used, because a window that depends on the request would not be shared.
+
+    >>> plan = WindowPlan(size=2, first=0, last=5, interval=25)
+    >>> [window_of_step(plan, run_seed=7, global_step=step, request_seed=42).start for step in (0, 24, 25, 75, 1000)]
+    [0, 0, 1, 3, 3]
     """
     del request_seed
-    if plan.interval is not None:
-        return plan.progressive(global_step, plan.interval)
-    return plan.draw("mix_grpo", run_seed, global_step)
+    if plan.interval is None:
+        return plan.draw("mix_grpo", run_seed, global_step)
+    start = min(plan.first + global_step // plan.interval, plan.last - plan.size)
+    return SdeWindow(start, start + plan.size)

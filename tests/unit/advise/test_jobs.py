@@ -17,7 +17,7 @@ from partial_rollout.advise.predict import COLOCATED, Speed, fit
 from partial_rollout.advise.result import read_result, store
 from partial_rollout.advise.scheduler import Group, Rollout
 from partial_rollout.advise.shapes import PROMPT_TOKENS
-from partial_rollout.advise.workload import Workload, primed_lengths
+from partial_rollout.advise.workload import LARGE, Workload, primed_lengths
 
 RESULTS, OURS = "benchmarks/results/gpu", "partial_rollout"
 FAST_POLL, RELEASED = f"{COLOCATED}_fast_poll", f"{COLOCATED}_released"
@@ -31,7 +31,7 @@ def curve_and_jobs(repository, name: str) -> tuple[dict[str, Any], dict[str, Any
     return curve, result
 
 
-def speed(curve: dict[str, Any], result: dict[str, Any]) -> Speed:
+def speed_of(curve: dict[str, Any], result: dict[str, Any]) -> Speed:
     """Speed of the jobs' engines together, one on each GPU."""
     return fit(curve["curve"]).of_replicas(result["options"].get("gpus_each", 1))
 
@@ -89,6 +89,28 @@ def test_every_other_step_of_verl_s_mode_waits_for_few(repository, name, mode):
         assert min(seconds[::2]) > 3 * max(seconds[1::2])
 
 
+TWO_REPLICAS = {
+    "sync": (34, 40, 42, 38, 40, 40, 40),
+    COLOCATED: (49, 11, 52, 11, 54, 13, 46),
+    "partial_reuse_kv_prefetch_3": (62, 15, 23, 36, 22, 25, 26),
+    "partial_rollout": (48, 18, 43, 22),
+}
+"""Seconds of generation from the second step on, on two H200s (docs/results/gpu.md). Nothing was fitted to them."""
+
+
+@pytest.mark.parametrize("mode", TWO_REPLICAS)
+def test_it_agrees_with_jobs_on_two_engines_that_played_no_part_in_its_making(repository, mode):
+    curve = read_result(repository / RESULTS / "engine_4b_h200.json")
+    load = replace(LARGE, batch=64, seed=7)
+    drawn = primed_lengths(load, 20 * load.batch)
+    speed = fit(curve["curve"]).of_replicas(2)
+    rollout = Rollout(job_modes(512, 8)[mode], speed, load, PROMPT_TOKENS, (Group(row.tolist()) for row in drawn))
+    measured = TWO_REPLICAS[mode]
+    predicted = [rollout.step()["seconds"] for _ in range(len(measured) + 1)][1:]
+    assert sum(predicted) == pytest.approx(sum(measured), rel=0.07)
+    assert predicted == pytest.approx(measured, abs=7.5)
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "ratio", "step_s", "tokens_off"),
     [  # copying KV to the host is not predicted
@@ -110,7 +132,7 @@ def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(
     load, (job,) = Workload(**result["workload"]), [job for job in result["jobs"] if job["mode"] == mode]
     prompts = (Group(row.tolist()) for row in cycle(primed_lengths(load, load.num_prompts)))
     usual = job_modes(load.batch * load.group, load.group)["partial_reuse_kv"]
-    rollout, found = Rollout(usual, speed(curve, result), load, PROMPT_TOKENS, prompts), []
+    rollout, found = Rollout(usual, speed_of(curve, result), load, PROMPT_TOKENS, prompts), []
     for step in job["first_steps"] + job["steps"]:
         chosen = {"prefetch": step[f"{OURS}/depth"], "slots": int(step[f"{OURS}/slots/num"])}
         rollout.mode = replace(usual, **chosen)
@@ -137,7 +159,7 @@ def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(
 )
 def test_it_agrees_with_verl_s_modes_on_a_later_machine(repository, name, mode, ratio, step_s):
     curve, result = curve_and_jobs(repository, name)
-    (job,) = (job for job in predict_jobs(result, speed(curve, result)) if job["mode"] == mode)
+    (job,) = (job for job in predict_jobs(result, speed_of(curve, result)) if job["mode"] == mode)
     predicted, measured = np.array(job["seconds"]).T
     assert sum(measured) / sum(predicted) == pytest.approx(ratio, abs=0.01)
     assert measured == pytest.approx(predicted, abs=step_s)
