@@ -305,8 +305,8 @@ ROWS = (
     Row(
         "engine",
         "weights quantised on arrival",
-        UNTRIED,
-        "they travel by verl's way",
+        SEEN,
+        "one job of a small model; they travel by verl's way: [results](results/gpu.md#fp8-weights-seen-not-stored)",
         lambda config: _of(config, f"{ROLLOUT}.quantization") is not None,
         {f"{ROLLOUT}.quantization": "fp8"},
     ),
