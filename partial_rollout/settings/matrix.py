@@ -306,7 +306,7 @@ ROWS = (
         "engine",
         "weights quantised on arrival",
         SEEN,
-        "one job of a small model; the rows of layers must be multiples of 128, as SmolLM2's are not; "
+        "one job of a small model, engine memory kept; layers need rows in multiples of 128, which SmolLM2's have not; "
         "they travel by verl's way: [results](results/gpu.md#fp8-weights-seen-not-stored)",
         lambda config: _of(config, f"{ROLLOUT}.quantization") is not None,
         {f"{ROLLOUT}.quantization": "fp8"},
