@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 Job = dict[str, Any]
 RECIPE = ROOT / "partial_rollout/run/run_smollm2_reasoning_gym.sh"
 KEPT = "actor_rollout_ref.rollout.free_cache_engine=False"
-DEEP = [
-    "partial_rollout.tail.interrupt_mode=reuse_kv", "partial_rollout.prefetch_factor=5",
-    "partial_rollout.num_slots=1024", "partial_rollout.slots.adaptive=False",
-]  # fmt: skip
+DEEP = ("tail.interrupt_mode=reuse_kv", "prefetch_factor=5", "num_slots=1024", "slots.adaptive=False")
 """All prompts in flight begin at once, so most are old."""
 DRAFTS = f"+{SPECULATION}={{method:custom_class,model:{SUFFIX_DRAFTS},num_speculative_tokens:3}}"
 VERLS = {"PARTIAL_ROLLOUT": "0"}
@@ -55,7 +52,9 @@ RECIPE_MODES: dict[str, tuple[dict[str, str], list[str]]] = {
     "flag_uncorrected": ({}, [f"{CORRECTION_BLOCK}.rollout_is=null"]),
     "flag_released": ({}, ["actor_rollout_ref.rollout.free_cache_engine=True"]),
     "flag_reorder": ({}, ["partial_rollout.tail.policy=reorder"]),
-    "reuse_kv_5_deep": ({}, DEEP),
+    "flag_fp8_weights": ({}, ["actor_rollout_ref.rollout.quantization=fp8"]),
+    "flag_fp8_kv": ({}, ["+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8"]),
+    "reuse_kv_5_deep": ({}, [f"partial_rollout.{setting}" for setting in DEEP]),
 }
 """The recipe's variables and overrides of each mode."""
 COMPARED = ("sync", "wait", "partial_rollout", "reorder")

@@ -262,6 +262,8 @@ MODE_NAMES = {
     "flag_reorder": "ours: the flag with reorder",
     "flag_released": "ours: the flag alone, engine memory released",
     "flag_uncorrected": "ours: the flag without correction",
+    "flag_fp8_weights": "ours: the flag alone, fp8 weights in the engine",
+    "flag_fp8_kv": "ours: the flag alone, fp8 KV cache",
     "reuse_kv_5_deep": "ours: KV retained, 5 batches, all of which generate at once",
 }
 
@@ -370,6 +372,10 @@ def pictures() -> dict[str, Figure]:
         "smollm2_bypass_h200": draw_real_model(
             "smollm2_bypass_h200.json",
             "With rollout log-probs as old ones the flag alone learns as much in each step, in shorter steps",
+        ),
+        "smollm2_fp8_h200": draw_real_model(
+            "smollm2_fp8_h200.json",
+            "With fp8 weights in its engine a real model learns alike; an fp8 KV cache lies below",
         ),
         "smollm2_drafts_h100": draw_real_model(
             "smollm2_drafts_h100.json",

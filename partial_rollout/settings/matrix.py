@@ -306,8 +306,8 @@ ROWS = (
         "engine",
         "weights quantised on arrival",
         SEEN,
-        "one job of a small model, engine memory kept; layers need rows in multiples of 128, which SmolLM2's have not; "
-        "they travel by verl's way: [results](results/gpu.md#fp8-weights-seen-not-stored)",
+        "50 steps of a small model, engine memory kept, learned as bf16 did; layers need rows in multiples of 128, "
+        "which SmolLM2's have not; verl's way: [results](results/gpu.md#fp8-weights-and-an-fp8-kv-cache-50-steps)",
         lambda config: _of(config, f"{ROLLOUT}.quantization") is not None,
         {f"{ROLLOUT}.quantization": "fp8"},
     ),
