@@ -80,13 +80,16 @@ class AlgorithmConfig:
         for name in ("clip_ratio", "max_advantage", "rollout_is_threshold"):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "above 0")
         self.window_plan()
-        # A window of its own for each request has nothing to move with.
-        moves, allowed = self.sde_window_interval is not None, "null with algorithm.name=flow_grpo"
-        require(not moves or self.name != FLOW_GRPO, "algorithm.sde_window_interval", self.sde_window_interval, allowed)
 
     def window_plan(self) -> WindowPlan:
         """Where SDE windows may lie; raises ConfigError if no window fits."""
         return WindowPlan(self.sde_window_size, self.sde_window_first, self.sde_window_last, self.sde_window_interval)
+
+    def check_window(self, *, is_shared: bool) -> None:
+        """Raise ConfigError if windows are to move, but a step has no window that is shared by its requests."""
+        moves, allowed = self.sde_window_interval is not None, f"null with algorithm.name={self.name}"
+        allowed += ", which draws a window for each request"
+        require(is_shared or not moves, "algorithm.sde_window_interval", self.sde_window_interval, allowed)
 
 
 @dataclass(frozen=True, slots=True)

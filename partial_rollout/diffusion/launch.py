@@ -55,6 +55,7 @@ def launched(config: DiffusionConfig, events: EventWriter | None = None) -> Iter
     """
     reward, prompts = load_function(config.trainer.reward), read_prompts(config.data.prompts)
     adapter = resolve(config.model.architecture, config.algorithm.name, step_execution=config.rollout.step_execution)
+    config.algorithm.check_window(is_shared=adapter.shares_window)
     folder = Path(config.model.path)
     if not folder.is_dir():
         folder = Path(snapshot_download(config.model.path))

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from omegaconf import OmegaConf
 
-from partial_rollout.diffusion import launch
+from partial_rollout.diffusion import contract, launch
 from partial_rollout.diffusion.config import DiffusionConfig
+from partial_rollout.diffusion.contract import Adapter
 from partial_rollout.diffusion.job import SAVE_SHARE, STILL_SHARE
 from partial_rollout.diffusion.launch import END_SHARE, launched
+from partial_rollout.diffusion.sde_window import window_of_request
 from partial_rollout.errors import ActorLost, ConfigError, DataError
 from partial_rollout.main_diffusion import main
 from partial_rollout.observability.events import CommandEnded, EventReader
@@ -44,7 +46,7 @@ def config(folder: Path, *, model: str = "model", prompts: str = "prompts", **gi
             "model": {"path": str(folder / model)},
             "data": {"prompts": str(folder / prompts)},
             "trainer": {"output_dir": str(folder), "reward": given.pop("reward", REWARD)},
-            "algorithm": {"name": given.pop("algorithm", "flow_grpo")},
+            "algorithm": {"name": given.pop("algorithm", "flow_grpo"), **given.pop("windows", {})},
             "rollout": given,
         }
     )
@@ -70,6 +72,22 @@ def test_it_is_named(folder: Path, given: dict[str, Any], error: type[Exception]
 
 def test_nothing_is_wrong_with_the_rest(folder: Path):
     with pytest.raises(AssertionError, match="Ray was started"), launched(config(folder)):
+        pass
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "other"])
+def test_a_window_that_moves_with_the_steps_needs_an_algorithm_of_which_all_requests_share_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.setattr(contract, "_ADAPTERS", dict(contract._ADAPTERS))
+    contract.register(contract.QWEN_IMAGE, "other", Adapter("other", "a.B", window_of_request, stepwise=False))
+    given, reason = {"windows": {"sde_window_interval": 25}}, f"interval=25 .* null with algorithm.name={name}, which"
+    with pytest.raises(ConfigError, match=reason), launched(config(folder, algorithm=name, **given)):
+        pass
+    with (
+        pytest.raises(AssertionError, match="Ray was started"),
+        launched(config(folder, algorithm="mix_grpo", **given)),
+    ):
         pass
 
 
