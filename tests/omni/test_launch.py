@@ -81,7 +81,8 @@ def test_a_window_that_moves_with_the_steps_needs_an_algorithm_of_which_all_requ
 ):
     monkeypatch.setattr(contract, "_ADAPTERS", dict(contract._ADAPTERS))
     contract.register(contract.QWEN_IMAGE, "other", Adapter("other", "a.B", window_of_request, stepwise=False))
-    given, reason = {"windows": {"sde_window_interval": 25}}, f"interval=25 .* null with algorithm.name={name}, which"
+    given: dict[str, Any] = {"windows": {"sde_window_interval": 25}}
+    reason = f"interval=25 .* null with algorithm.name={name}, which"
     with pytest.raises(ConfigError, match=reason), launched(config(folder, algorithm=name, **given)):
         pass
     with (
