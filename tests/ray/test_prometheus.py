@@ -42,7 +42,7 @@ STATES = {
     "DroppedPrompts": "pending",  # one of eight, for less than two minutes
     **dict.fromkeys(("NoBatch", "NoFirstStep", "OldPrompt"), "inactive"),
 }
-"""Of alerts, once a scrape was not too late."""
+"""States of alerts, once a scrape was not too late."""
 
 
 @NEEDS_PROMETHEUS
