@@ -20,7 +20,6 @@ INTERRUPTS = ("hold", "snapshot")
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("cpu", "cuda")
 RESUME_MODES = ("auto", "disable")
-FLOW_GRPO = "flow_grpo"
 MAX_STEPS = 200
 """Denoise steps of an image. Schedules are made for far fewer: a larger number is a slip of the pen."""
 
@@ -54,7 +53,7 @@ class DataConfig:
 class AlgorithmConfig:
     """FlowGRPO or MixGRPO."""
 
-    name: str = FLOW_GRPO
+    name: str = "flow_grpo"
     noise_level: float = 0.7
     sde_type: str = "sde"
     sde_window_size: int = 2
@@ -86,10 +85,13 @@ class AlgorithmConfig:
         return WindowPlan(self.sde_window_size, self.sde_window_first, self.sde_window_last, self.sde_window_interval)
 
     def check_window(self, *, is_shared: bool) -> None:
-        """Raise ConfigError if windows are to move, but a step has no window that is shared by its requests."""
-        moves, allowed = self.sde_window_interval is not None, f"null with algorithm.name={self.name}"
-        allowed += ", which draws a window for each request"
-        require(is_shared or not moves, "algorithm.sde_window_interval", self.sde_window_interval, allowed)
+        """Raise ConfigError if the window is to move over the training steps, but each request draws its own.
+
+        `is_shared`: whether all requests of a training step have the same window (`Adapter.shares_window`).
+        """
+        interval = self.sde_window_interval
+        allowed = f"null with algorithm.name={self.name}, which draws a window for each request"
+        require(is_shared or interval is None, "algorithm.sde_window_interval", interval, allowed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,8 +306,9 @@ ROWS = (
         "engine",
         "weights quantised on arrival",
         SEEN,
-        "50 steps of a small model, engine memory kept, rewards as with bf16; layers need rows in multiples of 128, "
-        "which SmolLM2's have not; verl's way: [results](results/gpu.md#fp8-weights-and-an-fp8-kv-cache-50-steps)",
+        "50 steps of a small model, engine memory kept, no difference in rewards seen; the rows of layers must be "
+        "multiples of 128, as SmolLM2's are not; they travel by verl's way: "
+        "[results](results/gpu.md#fp8-weights-and-an-fp8-kv-cache-50-steps)",
         lambda config: _of(config, f"{ROLLOUT}.quantization") is not None,
         {f"{ROLLOUT}.quantization": "fp8"},
     ),

@@ -25,7 +25,7 @@ from tests.unit.observability.test_monitoring import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240.0
@@ -42,7 +42,7 @@ STATES = {
     "DroppedPrompts": "pending",  # one of eight, for less than two minutes
     **dict.fromkeys(("NoBatch", "NoFirstStep", "OldPrompt"), "inactive"),
 }
-"""States of alerts, once a scrape was not too late."""
+"""States of alerts in this run."""
 
 
 @NEEDS_PROMETHEUS
@@ -77,34 +77,33 @@ async def test_a_prometheus_that_reads_a_running_ray_answers_every_expression_an
             assert up
             assert [target["value"][1] for target in up] == ["1"] * len(up)
 
-            async def result_of(expression: str) -> list[Any]:
-                # A scrape that was too late leaves nothing until the next one.
+            async def ask_until(is_there: Callable[[Any], bool], path: str, **query: str) -> Any:
+                # A scrape that was too late leaves nothing, and takes an alert back, until the next one.
                 ends_s = time.monotonic() + WAIT_S
-                while not (found := (await ask("query", query=expression))["result"]):
-                    assert time.monotonic() < ends_s, expression
+                while not is_there(found := await ask(path, **query)):
+                    assert time.monotonic() < ends_s, (query, found)
                     await asyncio.sleep(SCRAPE_S)
                 return found
+
+            async def result_of(expression: str) -> list[Any]:
+                return (await ask_until(lambda found: bool(found["result"]), "query", query=expression))["result"]
 
             for expression in panel_expressions():
                 is_empty = any(part in expression for part in NEVER)
                 await (ask("query", query=expression) if is_empty else result_of(expression))
             steps = await result_of(f'ray_partial_rollout_steps_total{{run="{RUN}"}}')
             assert [each["value"][1] for each in steps] == ["2"]
-
-            async def alerts() -> dict[str, Any]:
-                groups = (await ask("rules"))["groups"]
-                return {rule["name"]: rule for group in groups for rule in group["rules"] if rule["name"] != "Seen"}
-
-            ends_s = time.monotonic() + WAIT_S
-            told = await alerts()
-            while {name: told[name]["state"] for name in STATES} != STATES:
-                assert time.monotonic() < ends_s, told
-                await asyncio.sleep(SCRAPE_S)
-                told = await alerts()
-            assert {name: rule["health"] for name, rule in told.items()} == {rule["alert"]: "ok" for rule in rules()}
+            answered = await ask_until(lambda found: of_alerts("state", found).items() >= STATES.items(), "rules")
+            assert of_alerts("health", answered) == {rule["alert"]: "ok" for rule in rules()}
         finally:
             process.terminate()
             await asyncio.wait_for(asyncio.gather(messages, process.wait()), WAIT_S)
+
+
+def of_alerts(field: str, answered: Any) -> dict[str, str]:
+    """What Prometheus says of each of our alerts in one field, by name."""
+    every = (rule for group in answered["groups"] for rule in group["rules"])
+    return {rule["name"]: rule[field] for rule in every if rule["name"] != "Seen"}
 
 
 def configuration(ray_folder: Path, receiver: str) -> str:

@@ -104,6 +104,13 @@ def test_a_wrong_value_is_named(block: dict[str, Any], reason: str):
         DiffusionConfig.from_mapping(GIVEN | block)
 
 
+def test_a_window_that_moves_must_be_shared_by_the_requests_of_a_step():
+    algorithm = DiffusionConfig.from_mapping(GIVEN | {"algorithm": {"sde_window_interval": 25}}).algorithm
+    algorithm.check_window(is_shared=True)
+    with pytest.raises(ConfigError, match="must be null with algorithm.name=flow_grpo"):
+        algorithm.check_window(is_shared=False)
+
+
 def test_the_plan_of_windows_has_all_that_is_said_of_them():
     given = {"name": "mix_grpo", "sde_window_size": 1, "sde_window_first": 2, "sde_window_last": 4}
     config = DiffusionConfig.from_mapping(GIVEN | {"algorithm": given | {"sde_window_interval": 3}})
