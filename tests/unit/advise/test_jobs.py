@@ -121,6 +121,8 @@ def test_it_agrees_with_jobs_on_two_engines_that_played_no_part_in_its_making(re
         ("jobs_4b_training", "flag", 0.977, 2.5, 0.13),
         ("jobs_4b_activations", "flag", 0.985, 0.8, 0.02),
         ("jobs_4b_activations", "flag_activations_kept", 0.978, 3, 0.14),
+        ("jobs_4b_released", "flag_released", 1.0385, 2.5, 0.03),
+        ("jobs_4b_one_replica", "flag", 0.958, 0.9, 0.07),
         ("jobs_4b_two_replicas", "flag", 1.015, 4, 0.24),
     ],
 )
@@ -152,6 +154,9 @@ def test_it_agrees_with_the_flag_alone_which_played_no_part_in_its_making(
         ("jobs_8b_released", RELEASED, 0.97, 10),  # it looks every 2 s
         ("jobs_8b_four", "sync", 0.995, 2),
         ("jobs_4b_training", COLOCATED, 0.99, 11),  # its short steps are predicted too short, its long ones too long
+        ("jobs_4b_released", RELEASED, 0.97, 4),
+        ("jobs_4b_one_replica", "sync", 1.025, 2.1),
+        ("jobs_4b_one_replica", COLOCATED, 1.047, 2.7),
         ("jobs_4b_two_replicas", "sync", 1.146, 2.1),  # most of its steps end just after a look, beside another's start
         ("jobs_4b_two_replicas", COLOCATED, 1.01, 8.2),
         ("jobs_8b_four", COLOCATED, 1.04, 35),  # its long and short steps became even, those predicted do not

@@ -267,9 +267,10 @@ def test_stored_rollouts_trained_nothing_and_others_did(repository):
         "jobs_4b_activations_h200",
         "jobs_4b_bypass_h200",
         "jobs_4b_h200",
+        "jobs_4b_released_h200",
         "jobs_4b_training_h200",
     }
-    assert len(names) == 23
+    assert len(names) == 25
     for name, trained in ((name, name in with_training) for name in names):
         result = read_result(repository / f"benchmarks/results/gpu/{name}.json")
         steps = [step for job in result["jobs"] for step in job["steps"]]
@@ -304,7 +305,7 @@ def test_stored_windows_are_those_of_their_steps(repository):
             assert window["step_s"] == pytest.approx(mean(step["timing_s/step"] for step in steps), rel=1e-3)
             assert window["tokens_per_s"] == pytest.approx(tokens / generation_s, rel=1e-3)
             checked += 1
-    assert checked == 82
+    assert checked == 100
 
 
 def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
