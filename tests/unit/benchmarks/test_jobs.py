@@ -280,6 +280,8 @@ def test_stored_rollouts_trained_nothing_and_others_did(repository):
 
 WINDOW = re.compile(r"(\d+)_to_(\d+)")
 """Names of windows that are steps of jobs, both ends among them."""
+AGES = ("partial_rollout/staleness_steps/mean", "training/off_policy/trajectory_staleness_worst/mean")
+"""Age of a response's oldest token, in our mode and in verl's own."""
 
 
 def windows_of_jobs(result) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -292,7 +294,7 @@ def windows_of_jobs(result) -> Iterator[tuple[dict[str, Any], list[dict[str, Any
 
 
 def test_stored_windows_are_those_of_their_steps(repository):
-    checked = 0
+    checked = ages = 0
     for path in sorted((repository / "benchmarks/results/gpu").glob("jobs_*.json")):
         result = read_result(path)
         load = Workload(**result["workload"])
@@ -304,8 +306,11 @@ def test_stored_windows_are_those_of_their_steps(repository):
             assert window["gen_s"] == pytest.approx(generation_s / len(steps), rel=1e-3)
             assert window["step_s"] == pytest.approx(mean(step["timing_s/step"] for step in steps), rel=1e-3)
             assert window["tokens_per_s"] == pytest.approx(tokens / generation_s, rel=1e-3)
+            if age := next((age for age in AGES if age in steps[0] and "staleness" in window), None):
+                assert window["staleness"] == pytest.approx(mean(step[age] for step in steps), abs=1e-3)
+                ages += 1
             checked += 1
-    assert checked == 100
+    assert (checked, ages) == (100, 73)
 
 
 def test_jobs_that_get_nowhere_are_an_error(monkeypatch, tmp_path):
