@@ -22,6 +22,7 @@ known for certain counts against a choice. The reasons are in docs/design/0010-a
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +200,10 @@ def choose(
     is asked for a model that is not downloaded yet, where a choice cannot wait for the cluster.
     """
     given, block = given or ByHand(), read_block(config)
-    # First, since depth and slots follow from what an interruption costs.
+    saving = [*_saving(config, block, given)]
+    # A checkpoint takes host memory while it is written, so whether there are any decides what is left for KV.
+    config = _with(config, saving)
+    # Before depth and slots, which follow from what an interruption costs.
     choices = [*_interrupt_mode(config, block, machine)]
     mode = next((choice.value for choice in choices if choice.key == MODE_KEY), block.tail.interrupt_mode)
     full = _full_pool(config, block, choices, machine) if mode == "offload_kv" else ""
@@ -210,9 +214,17 @@ def choose(
         *_planner(config, block),
         *_correction(config, given),
         *_old_log_probs(config, given, ask),
-        *_saving(config, block, given),
+        *saving,
         *_weights(config, block),
     ]
+
+
+def _with(config: DictConfig, choices: Iterable[Choice]) -> DictConfig:
+    """A copy of the configuration in which this is chosen."""
+    copied = copy.deepcopy(config)
+    for choice in choices:
+        OmegaConf.update(copied, choice.key, choice.value, force_add=True)
+    return copied
 
 
 def propose(config: DictConfig) -> Iterator[Proposal]:

@@ -1101,6 +1101,17 @@ def test_nothing_is_saved_by_time_beside_the_user_s_own_number_and_where_disks_w
     assert num_kept_checkpoints(config) == kept
 
 
+@pytest.mark.parametrize(("given", "bytes_each"), [([], 12), (["trainer.save_freq=-1"], 4)])
+def test_a_checkpoint_that_is_never_written_takes_no_host_memory(
+    composed: Composed, model: Path, given: list[str], bytes_each: int
+):
+    """As the start counts it, which has what was chosen here in its configuration."""
+    config = composed(GPU | UNSAVED | {SAVE: "auto", "actor_rollout_ref.model.path": str(model)})
+    (choice,) = chosen(config, MODE, given)
+    assert f", training {bytes_each * 600_000_000 / GIB:.1f};" in choice.seen
+    assert config.partial_rollout.save_minutes == "auto"
+
+
 def test_minutes_set_by_hand_stay(composed: Composed):
     assert chosen(composed(UNSAVED | {SAVE: 3.5}), SAVE) == []
     assert chosen(composed(UNSAVED | {SAVE: None}), SAVE) == []
