@@ -29,7 +29,11 @@ new MutationObserver(() => flows.push([document.getElementById('flow_of').textCo
   ...[...document.querySelectorAll('#flow span')].map(part => part.textContent.trim())]))
 .observe(document.getElementById('flow'), {childList: true})"""
 """Remembers what the flow has shown."""
-FLOW_IS_THERE = "document.querySelector('#flow span') !== null"
+MANAGER_IS_THERE = (
+    "document.getElementById('head').textContent.includes('starting, engines') "
+    "|| document.querySelector('#flow span') !== null"
+)
+"""Engines start after the manager, and take longer than `status` does to reach the cluster; the steps may not."""
 STATUS_EVERY_S = "0.5"
 END_S = 60.0
 """Within which `status` ends when it is told to, on a busy machine."""
@@ -69,7 +73,7 @@ async def _see_page(state: RunState, profile: Path, timeout_s: float) -> SeenPag
             await tab.until(LIVE.format(0))
             starting = await tab.parts("head")
             await tab.value(WATCH_FLOW)
-            await tab.until(FLOW_IS_THERE, timeout_s=timeout_s)  # the manager has told its queue
+            await tab.until(MANAGER_IS_THERE, timeout_s=timeout_s)
             async with _status_of(state.run) as said:
                 await tab.until("Number(document.body.dataset.step) > 0", timeout_s=timeout_s)
                 live = await tab.parts("head")
