@@ -220,7 +220,7 @@ def choose(
 
 
 def _with(config: DictConfig, choices: Iterable[Choice]) -> DictConfig:
-    """A copy of the configuration in which this is chosen."""
+    """A copy of the configuration, with these choices in it."""
     copied = copy.deepcopy(config)
     for choice in choices:
         OmegaConf.update(copied, choice.key, choice.value, force_add=True)

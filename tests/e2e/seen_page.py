@@ -33,7 +33,8 @@ MANAGER_IS_THERE = (
     "document.getElementById('head').textContent.includes('starting, engines') "
     "|| document.querySelector('#flow span') !== null"
 )
-"""Engines start after the manager, and take longer than `status` does to reach the cluster; the steps may not."""
+"""The prompt manager, which `status` asks, is there once engines start. They take longer to start than `status` to
+connect; the few steps of a job may be over before it has."""
 STATUS_EVERY_S = "0.5"
 END_S = 60.0
 """Within which `status` ends when it is told to, on a busy machine."""

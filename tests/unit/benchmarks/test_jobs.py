@@ -32,6 +32,7 @@ from partial_rollout.advise.jobs import response_tokens
 from partial_rollout.advise.measured import SKIP
 from partial_rollout.advise.result import read_result
 from partial_rollout.advise.workload import Workload, workload
+from partial_rollout.observability.comparison import STALENESS
 from partial_rollout.settings.flag import is_enabled
 from tests.unit.settings.support import apply, check_ours
 
@@ -280,8 +281,6 @@ def test_stored_rollouts_trained_nothing_and_others_did(repository):
 
 WINDOW = re.compile(r"(\d+)_to_(\d+)")
 """Names of windows that are steps of jobs, both ends among them."""
-AGES = ("partial_rollout/staleness_steps/mean", "training/off_policy/trajectory_staleness_worst/mean")
-"""Age of a response's oldest token, in our mode and in verl's own."""
 
 
 def windows_of_jobs(result) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -306,7 +305,7 @@ def test_stored_windows_are_those_of_their_steps(repository):
             assert window["gen_s"] == pytest.approx(generation_s / len(steps), rel=1e-3)
             assert window["step_s"] == pytest.approx(mean(step["timing_s/step"] for step in steps), rel=1e-3)
             assert window["tokens_per_s"] == pytest.approx(tokens / generation_s, rel=1e-3)
-            if age := next((age for age in AGES if age in steps[0] and "staleness" in window), None):
+            if age := next((age for age in STALENESS if age in steps[0] and "staleness" in window), None):
                 assert window["staleness"] == pytest.approx(mean(step[age] for step in steps), abs=1e-3)
                 ages += 1
             checked += 1

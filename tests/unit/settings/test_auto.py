@@ -1105,7 +1105,7 @@ def test_nothing_is_saved_by_time_beside_the_user_s_own_number_and_where_disks_w
 def test_a_checkpoint_that_is_never_written_takes_no_host_memory(
     composed: Composed, model: Path, given: list[str], bytes_each: int
 ):
-    """The start counts so too, as what was chosen here is in its configuration then."""
+    """The cluster counts the same: `save_minutes`, chosen here, is in the configuration when it decides."""
     config = composed(GPU | UNSAVED | {SAVE: "auto", "actor_rollout_ref.model.path": str(model)})
     (choice,) = chosen(config, MODE, given)
     assert f", training {bytes_each * 600_000_000 / GIB:.1f};" in choice.seen
