@@ -1,15 +1,24 @@
 """A run as Ray metrics, for the Ray dashboard and for a Prometheus that reads Ray's ports.
 
-Names follow Prometheus: a unit at the end, and counters, to which Ray adds `_total`; Ray puts `ray_` before all. Each
-metric has the label `run`. The prompt manager exports the queue, the trainer its steps.
+Names follow Prometheus: a unit at the end, and `_total` for what only grows; Ray puts `ray_` before all. Each metric
+has the label `run`. The prompt manager exports the queue, the trainer its steps.
+
+    update -> Ray exports a value once, and forgets it after two of its intervals (20 s)
+      ^         |
+      +---------+ a thread sets every value again, each second
+
+So a value stays while its process lives, and one that Ray's agent was too late to take is there a second later. Totals
+are gauges for that reason: of a Ray counter only what was added is sent, and what is lost on the way is never counted.
 """
 
 from __future__ import annotations
 
+import atexit
+import threading
 import time
 from typing import TYPE_CHECKING
 
-from ray.util.metrics import Counter, Gauge
+from ray.util.metrics import Gauge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,6 +28,8 @@ if TYPE_CHECKING:
 
 PREFIX = "partial_rollout"
 RUN = "run"
+REPEAT_S = 1.0
+"""Between two times that every value is set: the shortest interval in which Ray exports."""
 STEP_GAUGES = {
     "step_seconds": ("timing_s/step", "Seconds of the last step."),
     "generation_seconds": ("timing_s/gen", "Seconds of the last step in which the trainer waited for its batch."),
@@ -31,7 +42,7 @@ STEP_GAUGES = {
     "staleness_steps_max": (f"{PREFIX}/staleness_steps/max", "Largest age of a token of the last batch."),
 }
 """By name: the metric of verl's logger that it shows, and what it is."""
-STEP_COUNTERS = {
+STEP_TOTALS = {
     "interrupted_requests": (f"{PREFIX}/interrupted", "Requests interrupted at the end of a step."),
     "reprefilled_tokens": (f"{PREFIX}/reprefilled_tokens", "Tokens computed again after interruptions."),
     "trained_tokens": ("perf/total_num_tokens", "Tokens trained, prompts included."),
@@ -51,62 +62,67 @@ def run_name(events: Path | None) -> str:
 
 
 class _Exporter:
-    """Makes metrics that all have the run's label."""
+    """Metrics of one process that all have the run's label; each keeps the value that it was set to last."""
 
     def __init__(self, run: str) -> None:
         self._run = run
+        self._values: dict[tuple[str, tuple[str, ...]], tuple[Gauge, float, dict[str, str]]] = {}
+        """By the name of a metric and the values of its tags."""
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        atexit.register(self._ended.set)  # Ray's code is taken down after it
+        threading.Thread(target=self._repeat, daemon=True, name="ray metrics").start()
 
-    def gauge(self, name: str, description: str, *tags: str) -> Gauge:
+    def metric(self, name: str, description: str, *tags: str) -> _Metric:
         gauge = Gauge(f"{PREFIX}_{name}", description, (*tags, RUN))
         gauge.set_default_tags({RUN: self._run})
-        return gauge
+        return _Metric(self, name, gauge)
 
-    def counter(self, name: str, description: str, *tags: str) -> _Advancing:
-        counter = Counter(f"{PREFIX}_{name}", description, (*tags, RUN))
-        counter.set_default_tags({RUN: self._run})
-        return _Advancing(counter)
+    def set(self, name: str, gauge: Gauge, value: float, tags: dict[str, str]) -> None:
+        # Else the thread could set an older value after this one.
+        with self._lock:
+            self._values[name, tuple(tags.values())] = (gauge, value, tags)
+            gauge.set(value, tags)
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(REPEAT_S):
+            with self._lock:
+                for gauge, value, tags in self._values.values():
+                    gauge.set(value, tags)
 
 
-class _Advancing:
-    """A counter that follows numbers which only grow, one for each set of tags."""
+class _Metric:
+    """One metric of an exporter."""
 
-    def __init__(self, counter: Counter) -> None:
-        self._counter, self._seen = counter, dict[tuple[str, ...], float]()
+    def __init__(self, exporter: _Exporter, name: str, gauge: Gauge) -> None:
+        self._exporter, self._name, self._gauge = exporter, name, gauge
 
-    def follow(self, value: float, tags: dict[str, str] | None = None) -> None:
-        """Advance to `value`."""
-        key = tuple((tags or {}).values())
-        if value > self._seen.get(key, 0.0):
-            self._counter.inc(value - self._seen.get(key, 0.0), tags or {})
-            self._seen[key] = value
-
-    def add(self, value: float) -> None:
-        """Advance by `value`."""
-        if value > 0:
-            self._counter.inc(value)
+    def set(self, value: float, tags: dict[str, str] | None = None) -> None:
+        self._exporter.set(self._name, self._gauge, value, tags or {})
 
 
 class ManagerMetrics:
-    """Gauges and counters of one prompt manager. Made in its process, to which Ray metrics belong."""
+    """Metrics of one prompt manager. Made in its process, to which Ray metrics belong."""
 
     def __init__(self, run: str = "") -> None:
         """`run` is the label of all of them."""
         make = _Exporter(run)
-        self._prompts = make.gauge("prompts", "Prompts in the queue, by state.", "state")
-        self._slots = make.gauge("slots", "Trajectory slots of all workers: taken (in_use) and total.", "kind")
-        self._parked = make.gauge("parked_requests", "Requests that wait at a closed gate.")
-        self._oldest = make.gauge("oldest_ongoing_seconds", "Seconds since the oldest claim that is not finished.")
-        self._step = make.gauge("step", "Training step that is under way.")
-        self._version = make.gauge("weight_version", "Weight version that the engines have.")
-        self._gate = make.gauge("gate_open", "1 while the gates are open, 0 while they are closed.")
-        self._dropped = make.counter("dropped_prompts", "Prompts dropped, by reason.", "reason")
-        self._admitted = make.counter("admitted_prompts", "Prompts admitted, restored ones included.")
-        self._taken = make.counter("taken_prompts", "Prompts taken for training, restored ones included.")
-        self._failed = make.counter("failed_attempts", "Attempts that failed and were tried again.")
-        self._restarted = make.counter("restarted_attempts", "Attempts given back because their tokens were too old.")
+        self._prompts = make.metric("prompts", "Prompts in the queue, by state.", "state")
+        self._slots = make.metric("slots", "Trajectory slots of all workers: taken (in_use) and total.", "kind")
+        self._parked = make.metric("parked_requests", "Requests that wait at a closed gate.")
+        self._oldest = make.metric("oldest_ongoing_seconds", "Seconds since the oldest claim that is not finished.")
+        self._step = make.metric("step", "Training step that is under way.")
+        self._version = make.metric("weight_version", "Weight version that the engines have.")
+        self._gate = make.metric("gate_open", "1 while the gates are open, 0 while they are closed.")
+        self._dropped = make.metric("dropped_prompts_total", "Prompts dropped, by reason.", "reason")
+        self._admitted = make.metric("admitted_prompts_total", "Prompts admitted, restored ones included.")
+        self._taken = make.metric("taken_prompts_total", "Prompts taken for training, restored ones included.")
+        self._failed = make.metric("failed_attempts_total", "Attempts that failed and were tried again.")
+        self._restarted = make.metric(
+            "restarted_attempts_total", "Attempts given back because their tokens were too old."
+        )
 
     def update(self, status: ManagerStatus) -> None:
-        """Set every gauge to `status`, and advance the counters to it."""
+        """Set every metric to `status`."""
         queue = status.queue
         for state in ("pending", "ongoing", "deferred", "done"):
             self._prompts.set(getattr(queue, state), {"state": state})
@@ -118,32 +134,35 @@ class ManagerMetrics:
         self._version.set(status.weight_version)
         self._gate.set(status.gate == "open")
         for reason, count in queue.dropped.items():
-            self._dropped.follow(count, {"reason": reason})
-        self._admitted.follow(queue.admitted)
-        self._taken.follow(queue.taken)
-        self._failed.follow(queue.failed_attempts)
-        self._restarted.follow(queue.restarted)
+            self._dropped.set(count, {"reason": reason})
+        self._admitted.set(queue.admitted)
+        self._taken.set(queue.taken)
+        self._failed.set(queue.failed_attempts)
+        self._restarted.set(queue.restarted)
 
 
 class TrainerMetrics:
-    """Gauges and counters of the steps. Made in the trainer's process."""
+    """Metrics of the steps. Made in the trainer's process."""
 
     def __init__(self, run: str, clock: Callable[[], float] = time.time) -> None:
         """`run` is the label of all of them."""
         make = _Exporter(run)
         self._clock = clock
-        self._gauges = {name: make.gauge(name, text) for name, (_, text) in STEP_GAUGES.items()}
-        self._counters = {name: make.counter(name, text) for name, (_, text) in STEP_COUNTERS.items()}
-        self._steps = make.counter("steps", "Training steps that have ended.")
-        self._last = make.gauge("last_step_timestamp_seconds", "When the last step ended, in seconds since 1970.")
+        self._sums = {name: 0.0 for name in STEP_TOTALS}
+        self._num_steps = 0
+        self._gauges = {name: make.metric(name, text) for name, (_, text) in STEP_GAUGES.items()}
+        self._totals = {name: make.metric(f"{name}_total", text) for name, (_, text) in STEP_TOTALS.items()}
+        self._steps = make.metric("steps_total", "Training steps that have ended.")
+        self._last = make.metric("last_step_timestamp_seconds", "When the last step ended, in seconds since 1970.")
 
     def update(self, metrics: Mapping[str, float | None]) -> None:
         """A step has ended with these metrics; what a step does not have stays as it was."""
         for name, (source, _) in STEP_GAUGES.items():
             if (value := metrics.get(source)) is not None:
                 self._gauges[name].set(value)
-        for name, (source, _) in STEP_COUNTERS.items():
-            if (value := metrics.get(source)) is not None:
-                self._counters[name].add(value)
-        self._steps.add(1)
+        for name, (source, _) in STEP_TOTALS.items():
+            self._sums[name] += metrics.get(source) or 0.0
+            self._totals[name].set(self._sums[name])
+        self._num_steps += 1
+        self._steps.set(self._num_steps)
         self._last.set(self._clock())

@@ -13,15 +13,13 @@ from typing import Any
 
 import ray
 
-from partial_rollout.observability.metrics import STEP_COUNTERS, STEP_GAUGES, TrainerMetrics
+from partial_rollout.observability.metrics import STEP_GAUGES, STEP_TOTALS, TrainerMetrics
 from partial_rollout.runtime.prompt_manager import create_manager
 from partial_rollout.settings.block import PartialRolloutConfig
 from partial_rollout.types import PromptMeta, TrajectorySummary, WorkerStatus
 
 READY = "exports"
 RUN, BATCH, GROUP, CALL_S = "scraped", 4, 2, 120.0
-REPORT_EVERY_MS = 1000
-"""Ray's own is 10 s."""
 
 
 def work(manager: Any) -> None:
@@ -45,13 +43,12 @@ def work(manager: Any) -> None:
 
 def main() -> None:
     """Export until the input ends."""
-    config = {"metrics_report_interval_ms": REPORT_EVERY_MS}
-    ray.init(num_cpus=1, include_dashboard=True, _temp_dir=sys.argv[1], _system_config=config, log_to_driver=False)
+    ray.init(num_cpus=1, include_dashboard=True, _temp_dir=sys.argv[1], log_to_driver=False)
     manager = create_manager(PartialRolloutConfig(events=str(Path(sys.argv[1]) / RUN / "events")), BATCH)
     work(manager)
     trainer = TrainerMetrics(RUN)
     for seconds in (2.0, 3.0):
-        sources = [source for source, _ in (*STEP_GAUGES.values(), *STEP_COUNTERS.values())]
+        sources = [source for source, _ in (*STEP_GAUGES.values(), *STEP_TOTALS.values())]
         trainer.update(dict.fromkeys(sources, seconds))
     print(READY, flush=True)
     sys.stdin.read()

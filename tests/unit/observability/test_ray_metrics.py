@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,23 @@ import pytest
 from partial_rollout.observability import metrics
 from partial_rollout.types import ManagerStatus, QueueStatistics, WorkerStatus
 
-Values = dict[tuple[str, ...], float]
+WAIT_S = 60.0
+
+
+class Values(dict[tuple[str, ...], float]):
+    """What Ray would export once: (metric, tag values..., run) to value."""
+
+    def __init__(self) -> None:
+        self.news = threading.Condition()
 
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> Values:
-    """What Ray would export: (metric, tag values..., run) to value; a counter's name ends in `_total`."""
-    values: Values = defaultdict(float)
+    values = Values()
 
     class Gauge:
-        kind = ""
-
         def __init__(self, name: str, description: str, tag_keys: tuple[str, ...] = ()) -> None:
-            self.name, self.keys, self.default = name + self.kind, tag_keys, {}
+            self.name, self.keys, self.default = name, tag_keys, {}
 
         def set_default_tags(self, tags: dict[str, str]) -> None:
             self.default = tags
@@ -34,17 +38,11 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Values:
             return (self.name, *(tags[key] for key in self.keys))
 
         def set(self, value: float, tags: dict[str, str] | None = None) -> None:
-            values[self.key(tags)] = value
-
-    class Counter(Gauge):
-        kind = "_total"
-
-        def inc(self, value: float, tags: dict[str, str] | None = None) -> None:
-            assert value > 0
-            values[self.key(tags)] += value
+            with values.news:
+                values[self.key(tags)] = value
+                values.news.notify_all()
 
     monkeypatch.setattr(metrics, "Gauge", Gauge)
-    monkeypatch.setattr(metrics, "Counter", Counter)
     return values
 
 
@@ -85,7 +83,7 @@ def test_the_status_is_exported_with_the_runs_label(exported: Values):
     assert [seen[f"partial_rollout_{name}",] for name in names] == [4, 3, 0, 7, 7.5, 3]
 
 
-def test_counters_advance_by_what_is_new(exported: Values):
+def test_totals_are_those_of_the_status(exported: Values):
     exporter = metrics.ManagerMetrics()
     exporter.update(status())
     exporter.update(status(admitted=12, taken=4, dropped={"prompt_too_long": 3, "no_spread": 2}))
@@ -104,10 +102,24 @@ def test_steps_are_counted_and_show_their_last_values(exported: Values):
         ("partial_rollout_step_seconds", "r"): 6.0,
         ("partial_rollout_drain_seconds", "r"): 0.5,
         ("partial_rollout_interrupted_requests_total", "r"): 6.0,
+        ("partial_rollout_reprefilled_tokens_total", "r"): 0.0,
+        ("partial_rollout_trained_tokens_total", "r"): 0.0,
         ("partial_rollout_engine_relaunches_total", "r"): 1.0,
         ("partial_rollout_steps_total", "r"): 2.0,
         ("partial_rollout_last_step_timestamp_seconds", "r"): 99.0,
     }
+
+
+def test_every_value_is_set_again_until_the_process_ends_because_ray_exports_it_once(exported: Values):
+    manager, trainer = metrics.ManagerMetrics("mine"), metrics.TrainerMetrics("mine", clock=lambda: 99.0)
+    manager.update(status())
+    trainer.update({"timing_s/step": 8.0})
+    manager.update(status(admitted=12, oldest_ongoing_s=1.5))
+    last = dict(exported)
+    for _ in range(2):
+        with exported.news:
+            exported.clear()
+            assert exported.news.wait_for(lambda: exported == last, WAIT_S), last.items() - exported.items()
 
 
 def test_a_run_is_called_as_its_folder() -> None:
