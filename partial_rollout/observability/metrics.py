@@ -3,12 +3,11 @@
 Names follow Prometheus: a unit at the end, and `_total` for what only grows; Ray puts `ray_` before all. Each metric
 has the label `run`. The prompt manager exports the queue, the trainer its steps.
 
-    update -> Ray exports a value once, and forgets it after two of its intervals (20 s)
-      ^         |
-      +---------+ a thread sets every value again, each second
+    update ──> last values ──thread, every second──> Ray ──> the agent of the node, which Prometheus reads
 
-So a value stays while its process lives, and one that Ray's agent was too late to take is there a second later. Totals
-are gauges for that reason: of a Ray counter only what was added is sent, and what is lost on the way is never counted.
+Of a value that was set once Ray's agent tells for 20 s only (two intervals in which Ray sends values), so Ray is given
+each again. Then what did not reach the agent in time is there a second later, too. Totals are gauges for that reason:
+of a counter Ray sends what was added, and what did not reach the agent in time is never counted.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
 PREFIX = "partial_rollout"
 RUN = "run"
-REPEAT_S = 1.0
-"""Between two times that every value is set: the shortest interval in which Ray exports."""
+INTERVAL_S = 1.0
+"""Between two times that Ray is given every value; the shortest interval in which Ray itself sends values."""
 STEP_GAUGES = {
     "step_seconds": ("timing_s/step", "Seconds of the last step."),
     "generation_seconds": ("timing_s/gen", "Seconds of the last step in which the trainer waited for its batch."),
@@ -62,42 +61,44 @@ def run_name(events: Path | None) -> str:
 
 
 class _Exporter:
-    """Metrics of one process that all have the run's label; each keeps the value that it was set to last."""
+    """Metrics of one process that all have the run's label; a thread gives Ray the last value of each.
+
+    begun -> gives every second -> closed, or its process ends
+    """
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._values: dict[tuple[str, tuple[str, ...]], tuple[Gauge, float, dict[str, str]]] = {}
+        self.values: dict[tuple[str, tuple[str, ...]], tuple[Gauge, float, dict[str, str]]] = {}
         """By the name of a metric and the values of its tags."""
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        atexit.register(self._ended.set)  # Ray's code is taken down after it
-        threading.Thread(target=self._repeat, daemon=True, name="ray metrics").start()
+        self._closed = threading.Event()
+        atexit.register(self.close)  # Ray is taken down after it
+        threading.Thread(target=self._give, daemon=True, name="ray metrics").start()
 
     def metric(self, name: str, description: str, *tags: str) -> _Metric:
         gauge = Gauge(f"{PREFIX}_{name}", description, (*tags, RUN))
         gauge.set_default_tags({RUN: self._run})
         return _Metric(self, name, gauge)
 
-    def set(self, name: str, gauge: Gauge, value: float, tags: dict[str, str]) -> None:
-        # Else the thread could set an older value after this one.
-        with self._lock:
-            self._values[name, tuple(tags.values())] = (gauge, value, tags)
-            gauge.set(value, tags)
+    def close(self) -> None:
+        """Give no value again."""
+        self._closed.set()
 
-    def _repeat(self) -> None:
-        while not self._ended.wait(REPEAT_S):
-            with self._lock:
-                for gauge, value, tags in self._values.values():
-                    gauge.set(value, tags)
+    def _give(self) -> None:
+        while not self._closed.wait(INTERVAL_S):
+            # A list, since the process may add a metric meanwhile.
+            for gauge, value, tags in list(self.values.values()):
+                gauge.set(value, tags)
 
 
 class _Metric:
     """One metric of an exporter."""
 
     def __init__(self, exporter: _Exporter, name: str, gauge: Gauge) -> None:
-        self._exporter, self._name, self._gauge = exporter, name, gauge
+        self._values, self._name, self._gauge = exporter.values, name, gauge
 
     def set(self, value: float, tags: dict[str, str] | None = None) -> None:
-        self._exporter.set(self._name, self._gauge, value, tags or {})
+        tags = tags or {}
+        self._values[self._name, tuple(tags.values())] = (self._gauge, value, tags)
 
 
 class ManagerMetrics:
@@ -146,14 +147,20 @@ class TrainerMetrics:
 
     def __init__(self, run: str, clock: Callable[[], float] = time.time) -> None:
         """`run` is the label of all of them."""
-        make = _Exporter(run)
+        make = self._exporter = _Exporter(run)
         self._clock = clock
         self._sums = {name: 0.0 for name in STEP_TOTALS}
         self._num_steps = 0
         self._gauges = {name: make.metric(name, text) for name, (_, text) in STEP_GAUGES.items()}
         self._totals = {name: make.metric(f"{name}_total", text) for name, (_, text) in STEP_TOTALS.items()}
         self._steps = make.metric("steps_total", "Training steps that have ended.")
+        for total in (*self._totals.values(), self._steps):
+            total.set(0)
         self._last = make.metric("last_step_timestamp_seconds", "When the last step ended, in seconds since 1970.")
+
+    def close(self) -> None:
+        """No step follows: Ray forgets the values, and no alert waits for a step."""
+        self._exporter.close()
 
     def update(self, metrics: Mapping[str, float | None]) -> None:
         """A step has ended with these metrics; what a step does not have stays as it was."""

@@ -246,6 +246,7 @@ class PartialRolloutTrainer(PPOTrainer):
                 raise
             raise named from error
         finally:
+            self._ray_metrics.close()
             if self._log is not None:
                 self._log.end(is_complete=is_complete, timeout_s=self.watch.left.share(LOG_SHARE))
             shutdown_run(self)

@@ -66,6 +66,9 @@ def exported_names(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         def set_default_tags(self, tags: dict[str, str]) -> None:
             pass
 
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            pass
+
     monkeypatch.setattr(metrics, "Gauge", Gauge)
     metrics.ManagerMetrics()
     metrics.TrainerMetrics("")
@@ -101,15 +104,24 @@ tests:
       - {{series: 'ray_partial_rollout_oldest_ongoing_seconds{{run="a"}}', values: '1x30 90+10x300'}}
       - {{series: 'ray_partial_rollout_dropped_prompts_total{{run="a", reason="timeout"}}', values: '0+1x600'}}
       - {{series: 'ray_partial_rollout_dropped_prompts_total{{run="b", reason="no_spread"}}', values: '0+9x600'}}
-      - {{series: 'ray_partial_rollout_admitted_prompts_total{{run="a"}}', values: '0+10x600'}}
-      - {{series: 'ray_partial_rollout_admitted_prompts_total{{run="b"}}', values: '0+10x600'}}
+      - {{series: 'ray_partial_rollout_dropped_prompts_total{{run="slow", reason="timeout"}}', values: '_x120 1x400'}}
+      - {{series: 'ray_partial_rollout_prompts{{run="a", state="ongoing"}}', values: '8x600'}}
+      - {{series: 'ray_partial_rollout_prompts{{run="b", state="ongoing"}}', values: '8x600'}}
+      - {{series: 'ray_partial_rollout_prompts{{run="burst", state="ongoing"}}', values: '200x600'}}
+      - {{series: 'ray_partial_rollout_prompts{{run="slow", state="ongoing"}}', values: '60x600'}}
+      - {{series: 'ray_partial_rollout_prompts{{run="slow", state="done"}}', values: '4x600'}}
+      - {{series: 'ray_partial_rollout_taken_prompts_total{{run="a"}}', values: '0+9x600'}}
+      - {{series: 'ray_partial_rollout_taken_prompts_total{{run="b"}}', values: '0+9x600'}}
+      - {{series: 'ray_partial_rollout_taken_prompts_total{{run="burst"}}', values: '_x2 256x600'}}
+      - {{series: 'ray_partial_rollout_taken_prompts_total{{run="slow"}}', values: '64x600'}}
       - {{series: 'ray_partial_rollout_engine_relaunches_total{{run="a"}}', values: '_x40 1x300'}}
       - {{series: 'ray_partial_rollout_engine_relaunches_total{{run="second"}}', values: '0x200 1x100'}}
       - {{series: 'ray_partial_rollout_dropped_prompts_total{{run="burst", reason="timeout"}}', values: '_x40 48x300'}}
-      - {{series: 'ray_partial_rollout_admitted_prompts_total{{run="burst"}}', values: '_x2 256x600'}}
       - {{series: 'ray_partial_rollout_step{{run="a"}}', values: '1+1x600'}}
       - {{series: 'ray_partial_rollout_step{{run="first"}}', values: '_x6 1x200'}}
       - {{series: 'ray_partial_rollout_step{{run="gone"}}', values: '_x6 1x60'}}
+      - {{series: 'ray_partial_rollout_step{{run="again"}}', values: '_x6 1x600'}}
+      - {{series: 'ray_partial_rollout_last_step_timestamp_seconds{{run="again"}}', values: '_x30 300x210'}}
       - {{series: 'ray_partial_rollout_staleness_steps_max{{run="a"}}', values: '2x30 9x300'}}
       - {{series: 'ray_partial_rollout_kv_usage_ratio{{run="a"}}', values: '0.5x30 1.0x300'}}
     promql_expr_test:
@@ -129,16 +141,17 @@ def at(name: str, minutes: int, *runs: str) -> str:
 
 FIRES = {
     "NoBatch": {4: [], 20: ["a"]},
-    "NoFirstStep": {30: [], 33: ["first"], 50: []},
+    "NoFirstStep": {30: [], 33: ["first"], 50: [], 68: [], 72: ["again"]},
     "OldPrompt": {4: [], 20: ["a"]},
-    "DroppedPrompts": {4: ["a"], 10: ["a", "burst"], 18: ["a"]},
+    "DroppedPrompts": {4: ["a"], 10: ["a", "burst"], 18: ["a"], 24: ["a"]},
     "EngineStartedAgain": {6: [], 8: ["a"], 35: ["a", "second"], 38: ["second"]},
     "OldTokens": {4: [], 20: ["a"]},
     "KvCacheFull": {4: [], 20: ["a"]},
 }
 """By alert and minutes: the runs for which it fires. Run `a` has every trouble from its sixth minute on. Totals
 are not there before they count; that of run `second` was there and rises. Run `first` never ends its
-first step, and `gone` has ended in it."""
+first step, and `gone` has ended in it. Run `again` has ended steps until minute 40, and its next start has ended none.
+Of the 64 prompts of run `slow` one is dropped in a step of half an hour."""
 
 
 @NEEDS_PROMETHEUS

@@ -15,10 +15,19 @@ WAIT_S = 60.0
 
 
 class Values(dict[tuple[str, ...], float]):
-    """What Ray would export once: (metric, tag values..., run) to value."""
+    """What Ray was given since it forgot: (metric, tag values..., run) to value."""
 
     def __init__(self) -> None:
         self.news = threading.Condition()
+
+    def forget(self) -> None:
+        with self.news:
+            self.clear()
+
+    def wait_for(self, expected: dict[tuple[str, ...], float]) -> None:
+        with self.news:
+            is_there = self.news.wait_for(lambda: expected.items() <= self.items(), WAIT_S)
+            assert is_there, expected.items() - self.items()
 
 
 @pytest.fixture
@@ -43,6 +52,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Values:
                 values.news.notify_all()
 
     monkeypatch.setattr(metrics, "Gauge", Gauge)
+    monkeypatch.setattr(metrics, "INTERVAL_S", 0.01)
     return values
 
 
@@ -63,63 +73,80 @@ def status(**queue: Any) -> ManagerStatus:
     return ManagerStatus(queue=QueueStatistics(**{**numbers, **queue}), capacity=16, workers=workers, **where)
 
 
+def of(run: str, **values: float) -> dict[tuple[str, ...], float]:
+    """Of metrics without tags."""
+    return {(f"partial_rollout_{name}", run): value for name, value in values.items()}
+
+
 def test_the_status_is_exported_with_the_runs_label(exported: Values):
     metrics.ManagerMetrics("mine").update(status())
-    assert {name[-1] for name in exported} == {"mine"}
-    seen = {name[:-1]: value for name, value in exported.items()}
-    queues = {tags[0]: value for (name, *tags), value in seen.items() if name == "partial_rollout_prompts"}
-    assert queues == {"pending": 1, "ongoing": 2, "deferred": 4, "done": 3}
-    assert seen["partial_rollout_dropped_prompts_total", "prompt_too_long"] == 1
-    assert seen["partial_rollout_slots", "in_use"] == 5
-    assert seen["partial_rollout_slots", "total"] == 8
-    names = (
-        "step",
-        "weight_version",
-        "gate_open",
-        "parked_requests",
-        "oldest_ongoing_seconds",
-        "failed_attempts_total",
+    numbers = {"step": 4, "weight_version": 3, "gate_open": 0, "parked_requests": 7, "oldest_ongoing_seconds": 7.5}
+    totals = {"admitted_prompts_total": 9, "taken_prompts_total": 2, "failed_attempts_total": 3}
+    prompts = {"pending": 1, "ongoing": 2, "deferred": 4, "done": 3}
+    exported.wait_for(
+        of("mine", **numbers, **totals, restarted_attempts_total=0)
+        | {("partial_rollout_prompts", state, "mine"): number for state, number in prompts.items()}
+        | {("partial_rollout_slots", "in_use", "mine"): 5, ("partial_rollout_slots", "total", "mine"): 8}
+        | {("partial_rollout_dropped_prompts_total", "prompt_too_long", "mine"): 1}
     )
-    assert [seen[f"partial_rollout_{name}",] for name in names] == [4, 3, 0, 7, 7.5, 3]
+    assert {name[-1] for name in exported} == {"mine"}
 
 
 def test_totals_are_those_of_the_status(exported: Values):
     exporter = metrics.ManagerMetrics()
     exporter.update(status())
     exporter.update(status(admitted=12, taken=4, dropped={"prompt_too_long": 3, "no_spread": 2}))
-    assert exported["partial_rollout_admitted_prompts_total", ""] == 12
-    assert exported["partial_rollout_taken_prompts_total", ""] == 4
-    assert exported["partial_rollout_dropped_prompts_total", "prompt_too_long", ""] == 3
-    assert exported["partial_rollout_dropped_prompts_total", "no_spread", ""] == 2
+    dropped = {"prompt_too_long": 3, "no_spread": 2}
+    exported.wait_for(
+        of("", admitted_prompts_total=12, taken_prompts_total=4)
+        | {("partial_rollout_dropped_prompts_total", reason, ""): number for reason, number in dropped.items()}
+    )
+
+
+STEP = {"timing_s/step": 8.0, "timing_s/drain": 0.5, "partial_rollout/interrupted": 3.0, "critic/score/mean": None}
 
 
 def test_steps_are_counted_and_show_their_last_values(exported: Values):
     exporter = metrics.TrainerMetrics("r", clock=lambda: 99.0)
-    step = {"timing_s/step": 8.0, "timing_s/drain": 0.5, "partial_rollout/interrupted": 3.0, "critic/score/mean": None}
-    exporter.update(step)
-    exporter.update(step | {"timing_s/step": 6.0, "partial_rollout/engine_relaunches": 1.0})
-    assert exported == {
-        ("partial_rollout_step_seconds", "r"): 6.0,
-        ("partial_rollout_drain_seconds", "r"): 0.5,
-        ("partial_rollout_interrupted_requests_total", "r"): 6.0,
-        ("partial_rollout_reprefilled_tokens_total", "r"): 0.0,
-        ("partial_rollout_trained_tokens_total", "r"): 0.0,
-        ("partial_rollout_engine_relaunches_total", "r"): 1.0,
-        ("partial_rollout_steps_total", "r"): 2.0,
-        ("partial_rollout_last_step_timestamp_seconds", "r"): 99.0,
-    }
+    exporter.update(STEP)
+    exporter.update(STEP | {"timing_s/step": 6.0, "partial_rollout/engine_relaunches": 1.0})
+    expected = of(
+        "r",
+        step_seconds=6.0,
+        drain_seconds=0.5,
+        interrupted_requests_total=6.0,
+        reprefilled_tokens_total=0.0,
+        trained_tokens_total=0.0,
+        engine_relaunches_total=1.0,
+        steps_total=2.0,
+        last_step_timestamp_seconds=99.0,
+    )
+    exported.wait_for(expected)
+    assert exported.keys() == expected.keys()
 
 
-def test_every_value_is_set_again_until_the_process_ends_because_ray_exports_it_once(exported: Values):
-    manager, trainer = metrics.ManagerMetrics("mine"), metrics.TrainerMetrics("mine", clock=lambda: 99.0)
-    manager.update(status())
-    trainer.update({"timing_s/step": 8.0})
-    manager.update(status(admitted=12, oldest_ongoing_s=1.5))
-    last = dict(exported)
-    for _ in range(2):
-        with exported.news:
-            exported.clear()
-            assert exported.news.wait_for(lambda: exported == last, WAIT_S), last.items() - exported.items()
+def test_totals_of_steps_are_there_before_the_first_step_has_ended(exported: Values):
+    metrics.TrainerMetrics("r")
+    exported.wait_for(of("r", steps_total=0.0, trained_tokens_total=0.0, engine_relaunches_total=0.0))
+
+
+def test_ray_is_given_every_value_again_and_again_because_it_forgets_it(exported: Values):
+    exporter = metrics.TrainerMetrics("r", clock=lambda: 99.0)
+    exporter.update(STEP)
+    for _ in range(3):
+        exported.forget()
+        exported.wait_for(of("r", step_seconds=8.0, last_step_timestamp_seconds=99.0, steps_total=1.0))
+
+
+def test_a_trainer_that_has_closed_its_metrics_is_forgotten(exported: Values):
+    closed, other = metrics.TrainerMetrics("closed"), metrics.TrainerMetrics("other")
+    exported.wait_for(of("closed", steps_total=0.0) | of("other", steps_total=0.0))
+    closed.close()
+    for steps in (1.0, 2.0, 3.0):  # the pass that was under way ends before the next but one of the other
+        exported.forget()
+        other.update(STEP)
+        exported.wait_for(of("other", steps_total=steps))
+    assert {name[-1] for name in exported} == {"other"}
 
 
 def test_a_run_is_called_as_its_folder() -> None:
