@@ -159,6 +159,7 @@ class FakeServer(PartialRolloutServer):
             full_determinism=False,
             enable_rollout_routing_replay=False,
             mtp=None,
+            disable_log_stats=False,
             response_length=100,
             prompt_length=100,
         )

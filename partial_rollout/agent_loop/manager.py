@@ -50,7 +50,7 @@ LOG_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 60.0
 """A worker that stops cancels its tasks and waits until they have ended."""
 WORKER_START_TIMEOUT_S = 300.0
-"""Loading tokenizer and reward code on a cold file system takes a minute or two."""
+"""For a worker that is started again. Loading tokenizer and reward code takes a minute or two on a cold file system."""
 
 
 class _Validation(NamedTuple):
@@ -111,7 +111,8 @@ class PartialRolloutAgentLoopManager(AgentLoopManagerTQ):
         self.agent_loop_workers = [
             self._spawn(rank, nodes[rank % len(nodes)], share) for rank, share in enumerate(self._slot_shares)
         ]
-        self._wait_all([worker.ping.remote() for worker in self.agent_loop_workers], "start", WORKER_START_TIMEOUT_S)
+        pings = [worker.ping.remote() for worker in self.agent_loop_workers]
+        self._wait_all(pings, "start", self._settings.timeouts.start_s)
 
     def _spawn(self, rank: int, node_id: str, num_slots: int) -> ActorHandle:
         worker_id = self.worker_ids[rank]

@@ -28,6 +28,7 @@ LOOK_S = 1.0
 TITLE = "VLLM::"
 """vLLM's engine core and workers have this in their command lines."""
 KV_USAGE = "vllm:kv_cache_usage_perc"
+GENERATED = "vllm:generation_tokens"
 """A share from 0 to 1, despite its name."""
 
 
@@ -125,6 +126,12 @@ def engine_load(num_tokens: int) -> EngineLoad:
         num_preemptions=int(totals["vllm:num_preemptions"]),
         num_tokens=num_tokens,
     )
+
+
+def counted_tokens() -> int:
+    """Tokens that this process' engines have generated in all, as vLLM counts them, handed over or not."""
+    counts = (metric for metric in get_metrics_snapshot() if isinstance(metric, Counter))
+    return sum(int(metric.value) for metric in counts if metric.name == GENERATED)
 
 
 @dataclass(frozen=True, slots=True)

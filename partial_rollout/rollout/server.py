@@ -40,6 +40,7 @@ from partial_rollout.rollout.engine_process import (
     EngineProcess,
     NoEngine,
     RolloutStatistics,
+    counted_tokens,
     end_orphans,
     end_processes,
     engine_load,
@@ -160,9 +161,15 @@ class PartialRolloutServer(ChannelServer):
             self._events.write(ProcessFound(role=ENGINE, name=name, node=self._server_address, pid=process.pid))
 
     def _load(self) -> tuple[int, int]:
-        """Requests that keep the engine busy, and tokens that it has handed over; a paused engine has no requests."""
-        is_open = self._admission.statistics().state is GateState.OPEN
-        return self._gated.num_running if is_open else 0, self._gated.num_generated_tokens
+        """Requests that keep the engine busy, and tokens that it has generated; a paused engine has no requests.
+
+        Where tokens are handed over at a request's end, vLLM's own count says that the engine goes on. Without that
+        count nobody can tell such an engine from one that stands still: it has no requests, either.
+        """
+        num_running = self._gated.num_running if self._admission.statistics().state is GateState.OPEN else 0
+        if self._output_kind is RequestOutputKind.DELTA:
+            return num_running, self._gated.num_generated_tokens
+        return (0, 0) if self.config.disable_log_stats else (num_running, counted_tokens())
 
     @property
     def _why_dead(self) -> str:

@@ -34,6 +34,7 @@ from partial_rollout.settings.block import AUTO, BLOCK
 from partial_rollout.settings.by_hand import IN_FILE, ByHand
 from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
+    AT_THE_END,
     MOST_REQUESTS,
     channel_lacks,
     depth_bounds,
@@ -61,7 +62,7 @@ from partial_rollout.settings.memory import (
     trains_as_it_computes,
     uncounted_state,
 )
-from partial_rollout.settings.refused import AT_THE_END, Needs, check_packing, unmet_needs
+from partial_rollout.settings.refused import Needs, check_packing, unmet_needs
 from partial_rollout.settings.retention import ANEW, ASYNC_SAVE, num_kept_checkpoints, removes_checkpoints
 from partial_rollout.settings.verl_values import runs_external_code
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 CHECKPOINT_ENGINE = "partial_rollout"
 """Name under which `weights.checkpoint_engine` registers itself in verl."""
 CHECKPOINT_ENGINE_KEY = "rollout.checkpoint_engine.backend"
+AT_THE_END = ("rollout.enable_rollout_routing_replay", "rollout.mtp.enable_rollout")
+"""Settings with which a request's tokens come only at the request's end."""
 ADAPTER_RANKS = ("model.lora_rank", "model.lora.rank")
 BEYOND_CHANNEL = {
     **{key: ("the weights below a LoRA adapter", (None, 0)) for key in ADAPTER_RANKS},

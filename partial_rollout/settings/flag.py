@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,14 @@ from partial_rollout.errors import ConfigError
 from partial_rollout.settings.block import BLOCK, SEPARATE
 from partial_rollout.settings.by_hand import leaves
 from partial_rollout.settings.command_line import FLAG
-from partial_rollout.settings.derived import CHECKPOINT_ENGINE, ENGINE_ARGUMENTS, as_list, depth_may_move
+from partial_rollout.settings.derived import (
+    AT_THE_END,
+    CHECKPOINT_ENGINE,
+    ENGINE_ARGUMENTS,
+    as_list,
+    depth_bounds,
+    depth_may_move,
+)
 from partial_rollout.settings.retention import announce_retention
 
 if TYPE_CHECKING:
@@ -27,6 +35,8 @@ POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 REINFORCE = "reinforce"
 """Loss of verl's `bypass_mode` that weighs tokens; the other one, `ppo_clip`, clips them."""
 ROLLOUT = "actor_rollout_ref.rollout"
+ROOM = "transfer_queue.backend.SimpleStorage.total_storage_size"
+"""Rows that TransferQueue takes at most; null: any number."""
 SPECULATION = f"{ENGINE_ARGUMENTS}.speculative_config"
 """How an engine drafts; empty: it does not."""
 TRAINER_MODE, SEPARATE_MODE = "partial_rollout", "partial_rollout_separate"
@@ -123,16 +133,38 @@ def apply_mode(changes: Changes, settings: Settings) -> None:
         why = f"{BLOCK}.slots.adaptive reads the engines' statistics"
         off = f"leave it out, or set {BLOCK}.slots.adaptive=false"
         changes.replace(f"{ROLLOUT}.disable_log_stats", False, why, instead=off)
-    elif depth_may_move(settings.block) and not changes.by_hand.has(f"{ROLLOUT}.disable_log_stats"):
-        why = f"{BLOCK}.prefetch_factor=auto reads the engines' statistics"
-        changes.complete(f"{ROLLOUT}.disable_log_stats", False, why)
+    elif (reader := _reads_statistics(changes.config, settings)) and not changes.by_hand.has(
+        f"{ROLLOUT}.disable_log_stats"
+    ):
+        changes.complete(f"{ROLLOUT}.disable_log_stats", False, f"{reader} reads the engines' statistics")
     if not verl_fetches_single_prompts(changes.config):
         why = "verl fetches prompts one by one in all modes but sync"
         changes.replace("data.gen_batch_size", 1, why, instead="leave it out")
+    _make_room(changes, settings)
     _hand_on_loss(changes)
     _refuse_without_effect(changes)
     announce_retention(changes)
     _write_block(changes, settings)
+
+
+def _reads_statistics(config: DictConfig, settings: Settings) -> str:
+    """What reads the engines' statistics, beside an adaptive number of slots; empty: nothing."""
+    if depth_may_move(settings.block):
+        return f"{BLOCK}.prefetch_factor=auto"
+    hands_over_late = any(OmegaConf.select(config, f"actor_rollout_ref.{key}") for key in AT_THE_END)
+    return f"{BLOCK}.timeouts.stall_s" if hands_over_late else ""
+
+
+def _make_room(changes: Changes, settings: Settings) -> None:
+    """Let TransferQueue hold the batch in training and all batches in flight; verl's bound is meant for one batch."""
+    config, block = changes.config, settings.block
+    room = OmegaConf.select(config, ROOM)
+    _, most = depth_bounds(block, block.tail.interrupt_mode)
+    num_prompts = math.ceil((1 + most) * block.tail.groups_per_round(config.data.train_batch_size))
+    num_rows = num_prompts * (1 + config.actor_rollout_ref.rollout.n)
+    if room is not None and room < num_rows:
+        why = f"up to {num_rows} prompts and responses are in flight or in training"
+        changes.replace(ROOM, None, why, instead=f"set at least {num_rows}, or leave it out")
 
 
 def _hand_on_loss(changes: Changes) -> None:

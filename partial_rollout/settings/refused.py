@@ -16,6 +16,7 @@ from partial_rollout.settings.block import BLOCK
 from partial_rollout.settings.by_hand import leaves, verl_defaults
 from partial_rollout.settings.derived import (
     ADAPTER_RANKS,
+    AT_THE_END,
     BEYOND_CHANNEL,
     CHANNEL_DEVICES,
     CHECKPOINT_ENGINE_KEY,
@@ -84,8 +85,6 @@ COUNTS = (
 Needs = dict[str, tuple[Any, ...]]
 """Keys below actor_rollout_ref, and the values that are allowed; the last is what to set."""
 
-AT_THE_END = ("rollout.enable_rollout_routing_replay", "rollout.mtp.enable_rollout")
-"""Settings with which a request's tokens come only at the request's end."""
 HANDS_OVER: Needs = {
     **dict.fromkeys(AT_THE_END, (None, False)),
     **dict.fromkeys(ADAPTER_RANKS, (None, 0)),

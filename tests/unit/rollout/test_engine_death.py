@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,15 +19,18 @@ from partial_rollout.core.interrupt import Context
 from partial_rollout.errors import ActorLost, EngineDead, WeightUpdateError
 from partial_rollout.observability.events import EventReader, Fault
 from partial_rollout.rollout import control
+from partial_rollout.rollout import server as module
 from partial_rollout.rollout.server import PartialRolloutServer
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig, WeightsConfig
 from tests.fake_engine import FakeServer
 from tests.unit.rollout.servers import launched, let_run, start, with_mode
+from tests.unit.runtime.virtual_time import run_virtual
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+    from pathlib import Path
 
-LONG_S = 20.0
+LONG_S, HOUR_S = 20.0, 3600.0
 
 
 async def killed(server: FakeServer, *tokens: int, request_id: str = "a"):
@@ -376,3 +380,23 @@ async def test_at_the_end_of_the_run_nobody_waits_for_a_relaunch():
     with pytest.raises(EngineDead):
         await task
     assert (await start(server, "late")).extra_fields["rejected"]
+
+
+@pytest.mark.parametrize(("counted", "stats_off", "is_ended"), [(64, False, False), (0, False, True), (0, True, False)])
+def test_an_engine_that_hands_over_tokens_at_the_end_goes_on_while_vllm_counts_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counted: int, stats_off: bool, is_ended: bool
+):
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(time, "monotonic", loop.time)
+        monkeypatch.setattr(module, "counted_tokens", lambda: int(loop.time()) * counted)
+        server = FakeServer(PartialRolloutConfig(events=str(tmp_path)))
+        server.config.enable_rollout_routing_replay, server.config.disable_log_stats = True, stats_off
+        await server.launch_server()
+        task = start(server)
+        await asyncio.sleep(HOUR_S)  # and no token is handed over
+        task.cancel()
+
+    run_virtual(main())
+    faults = [event.text for event in EventReader(tmp_path).read() if isinstance(event, Fault)]
+    assert (["held 1 requests and generated nothing" in text for text in faults]) == [True] * is_ended

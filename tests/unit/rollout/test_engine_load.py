@@ -24,5 +24,13 @@ def test_requests_of_data_parallel_engines_add_up_and_the_fullest_cache_counts(m
         )
     ]
     monkeypatch.setattr(module, "get_metrics_snapshot", lambda: snapshot)
+    assert module.counted_tokens() == 0
     expected = EngineLoad(running=6, waiting=2, kv_usage=0.7, num_preemptions=4, num_tokens=9)
     assert module.engine_load(9) == expected
+
+
+def test_tokens_of_data_parallel_engines_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [("vllm:generation_tokens", 7), ("vllm:generation_tokens", 5), ("vllm:prompt_tokens", 100)]
+    snapshot = [Counter(name, {"engine": str(number)}, count) for number, (name, count) in enumerate(counts)]
+    monkeypatch.setattr(module, "get_metrics_snapshot", lambda: snapshot)
+    assert module.counted_tokens() == 12

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from partial_rollout.core.slots import SlotBounds
 from partial_rollout.errors import ConfigError, DataError, UserError
 from partial_rollout.settings.block import PartialRolloutConfig, TimeoutConfig, WeightsConfig
-from partial_rollout.settings.derived import read_settings
+from partial_rollout.settings.derived import AT_THE_END, read_settings
 from partial_rollout.settings.flag import is_enabled
 from partial_rollout.settings.refused import check_inputs
 from tests.unit.settings.support import apply, check
@@ -204,6 +204,7 @@ def test_slots_left_open_are_all_that_a_round_starts(composed: Composed):
         check(composed({"partial_rollout.tail": {"policy": "reorder", "gen_batch_size": 16}}))
 
 
+FIXED = {"partial_rollout.slots.adaptive": False, "partial_rollout.prefetch_factor": 2.0}
 ADAPTIVE = {"partial_rollout.slots": {"adaptive": True}, "partial_rollout.num_slots": 24}
 
 
@@ -213,8 +214,31 @@ def test_an_adaptive_number_of_slots_may_reach_all_prompts_in_flight_and_a_group
     assert read_settings(config).slot_bounds == SlotBounds(least=8, most=3 * 16 * 4, group=4, num_workers=2)
     apply(config)
     assert config.actor_rollout_ref.rollout.disable_log_stats is False
-    apply(fixed := composed({"partial_rollout.slots.adaptive": False, "partial_rollout.prefetch_factor": 2.0}))
+    apply(fixed := composed(FIXED))
     assert fixed.actor_rollout_ref.rollout.disable_log_stats is True
+
+
+@pytest.mark.parametrize("key", AT_THE_END)
+def test_engines_count_tokens_that_they_hand_over_at_the_end_of_a_request(composed: Composed, key: str):
+    at_the_end = FIXED | {"partial_rollout.tail.interrupt_mode": "abort", f"actor_rollout_ref.{key}": True}
+    (made,) = [made for made in apply(composed(at_the_end)) if made.key.endswith("disable_log_stats")]
+    assert (made.after, "timeouts.stall_s" in made.why) == (False, True)
+    off = "actor_rollout_ref.rollout.disable_log_stats=True"
+    assert not [made for made in apply(composed(at_the_end), off) if made.key.endswith("disable_log_stats")]
+
+
+ROOM = "transfer_queue.backend.SimpleStorage.total_storage_size"
+
+
+def test_transfer_queue_has_room_for_all_batches_in_flight_and_the_one_in_training(composed: Composed):
+    large = {"data.train_batch_size": 2048, "actor_rollout_ref.rollout.n": 16, "partial_rollout.prefetch_factor": 2.0}
+    assert OmegaConf.select(composed(large), ROOM) == 100_000  # one batch and its prompts take 34,816
+    (made,) = [made for made in apply(composed(large)) if made.key == ROOM]
+    assert (made.after, made.why) == (None, "up to 104448 prompts and responses are in flight or in training")
+    with pytest.raises(ConfigError, match=r"total_storage_size=90000 .*set at least 104448, or leave it out"):
+        apply(composed(large | {ROOM: 90_000}), f"{ROOM}=90000")
+    for enough in (large | {ROOM: 104_448}, large | {ROOM: None}, large | {"actor_rollout_ref.rollout.n": 8}):
+        assert not [made for made in apply(composed(enough)) if made.key == ROOM]
 
 
 @pytest.mark.parametrize(
