@@ -232,7 +232,11 @@ class RunState:
             health = f"starting, {record.stages[-1].name} for {duration(self._now_s - record.stages[-1].t)}"
         else:
             last = f"last event {duration(self._now_s - self._told_s)} ago"
-            health = f"running, {last}" if self._goes_on else f"{last}: it stands still, or was killed"
+            health = (
+                f"running, {last}"
+                if self._goes_on
+                else f"{last}: it trains, saves or validates for long, stands still, or was killed"
+            )
         left_s = sum(times) / len(times) * (record.total - step) if times and record.total and ended is None else 0.0
         head = [["steps done", f"{step}/{record.total or '?'}"]]
         if step and step != record.total and self._goes_on and (since_s := record.steps[step].t):

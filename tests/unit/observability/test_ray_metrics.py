@@ -74,7 +74,7 @@ def status(**queue: Any) -> ManagerStatus:
 
 
 def of(run: str, **values: float) -> dict[tuple[str, ...], float]:
-    """Of metrics without tags."""
+    """Values of metrics without tags."""
     return {(f"partial_rollout_{name}", run): value for name, value in values.items()}
 
 

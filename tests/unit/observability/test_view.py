@@ -149,7 +149,7 @@ def test_a_run_of_verls_own_modes_goes_on_as_long_as_its_metrics_do(tmp_path: Pa
     health = [RunState(run, clock=lambda at_s=at_s: at_s).shown["head"][-1] for at_s in (5_030.0, 5_610.0)]  # pyright: ignore[reportIndexIssue]
     assert health == [
         ["health", "running, last event 30 s ago"],
-        ["health", "last event 10 min 10 s ago: it stands still, or was killed"],
+        ["health", "last event 10 min 10 s ago: it trains, saves or validates for long, stands still, or was killed"],
     ]
 
 
@@ -292,7 +292,7 @@ def test_a_run_that_is_silent_for_long_may_have_been_killed_and_in_one_that_ende
     health = [dict(RunState(run, clock=lambda at_s=at_s: at_s).shown["head"])["health"] for at_s in (700.0, 710.0)]  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert health == [
         "running, last event 9 min 57 s ago",
-        "last event 10 min 07 s ago: it stands still, or was killed",
+        "last event 10 min 07 s ago: it trains, saves or validates for long, stands still, or was killed",
     ]
     assert RunState(run, clock=lambda: 700.0).shown["waiting"] == (
         "1 prompt. Prompts that are pending wait for a free slot, and are not in the table."
