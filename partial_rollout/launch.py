@@ -177,8 +177,9 @@ def end_with_checkpoint(runs: Sequence[ray.ObjectRef[Any]], stop_s: float, manag
         return
     if runs and has_begun:
         logger.info(
-            "the run saves a checkpoint and ends; a step that trains is finished first. After %g s "
-            "(partial_rollout.timeouts.stop_s) it ends without a checkpoint. Press Ctrl-C again to end at once",
+            "the run saves what it has trained since its last checkpoint, and ends; a step that trains is finished "
+            "first. After %g s (partial_rollout.timeouts.stop_s) it ends without a checkpoint. Press Ctrl-C again to "
+            "end at once",
             stop_s,
         )
         ray.wait(list(runs), num_returns=len(runs), timeout=max(0.0, deadline_s - time.monotonic()))

@@ -53,7 +53,7 @@ class FakeEngine:
         self.queues: dict[str, RequestOutputCollector] = {}
         self.prompts: dict[str, Any] = {}
         self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
-        self.errored = False
+        self.errored, self.log_stats = False, True
         self.calls: list[str] = []
         self.threads: set[int] = set()
         self.accept = asyncio.Event()
@@ -159,7 +159,6 @@ class FakeServer(PartialRolloutServer):
             full_determinism=False,
             enable_rollout_routing_replay=False,
             mtp=None,
-            disable_log_stats=False,
             response_length=100,
             prompt_length=100,
         )

@@ -29,6 +29,8 @@ PREFIX = "partial_rollout"
 RUN = "run"
 INTERVAL_S = 1.0
 """Between two times that Ray is given every value; the shortest interval in which Ray itself sends values."""
+CLOSE_S = 5.0
+"""For a thread that has no more to do than to give some values."""
 STEP_GAUGES = {
     "step_seconds": ("timing_s/step", "Seconds of the last step."),
     "generation_seconds": ("timing_s/gen", "Seconds of the last step in which the trainer waited for its batch."),
@@ -72,7 +74,8 @@ class _Exporter:
         """By the name of a metric and the values of its tags."""
         self._closed = threading.Event()
         atexit.register(self.close)  # Ray is taken down after it
-        threading.Thread(target=self._give, daemon=True, name="ray metrics").start()
+        self._thread = threading.Thread(target=self._give, daemon=True, name="ray metrics")
+        self._thread.start()
 
     def metric(self, name: str, description: str, *tags: str) -> _Metric:
         gauge = Gauge(f"{PREFIX}_{name}", description, (*tags, RUN))
@@ -82,6 +85,7 @@ class _Exporter:
     def close(self) -> None:
         """Give no value again."""
         self._closed.set()
+        self._thread.join(CLOSE_S)
 
     def _give(self) -> None:
         while not self._closed.wait(INTERVAL_S):
@@ -98,7 +102,7 @@ class _Metric:
 
     def set(self, value: float, tags: dict[str, str] | None = None) -> None:
         tags = tags or {}
-        self._values[self._name, tuple(tags.values())] = (self._gauge, value, tags)
+        self._values[self._name, tuple(tags.values())] = (self._gauge, float(value), tags)
 
 
 class ManagerMetrics:

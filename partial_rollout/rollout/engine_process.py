@@ -27,8 +27,8 @@ LOOK_S = 1.0
 """Between two looks at killed processes: nothing tells of the end of one that is another's child."""
 TITLE = "VLLM::"
 """vLLM's engine core and workers have this in their command lines."""
-KV_USAGE = "vllm:kv_cache_usage_perc"
 GENERATED = "vllm:generation_tokens"
+KV_USAGE = "vllm:kv_cache_usage_perc"
 """A share from 0 to 1, despite its name."""
 
 

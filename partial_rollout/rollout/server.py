@@ -164,12 +164,12 @@ class PartialRolloutServer(ChannelServer):
         """Requests that keep the engine busy, and tokens that it has generated; a paused engine has no requests.
 
         Where tokens are handed over at a request's end, vLLM's own count says that the engine goes on. Without that
-        count nobody can tell such an engine from one that stands still: it has no requests, either.
+        count nobody can tell such an engine from one that stands still, and 0 requests keep it from being ended.
         """
         num_running = self._gated.num_running if self._admission.statistics().state is GateState.OPEN else 0
         if self._output_kind is RequestOutputKind.DELTA:
             return num_running, self._gated.num_generated_tokens
-        return (0, 0) if self.config.disable_log_stats else (num_running, counted_tokens())
+        return (num_running, counted_tokens()) if self._gated.log_stats else (0, 0)
 
     @property
     def _why_dead(self) -> str:

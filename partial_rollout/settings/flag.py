@@ -37,6 +37,8 @@ REINFORCE = "reinforce"
 ROLLOUT = "actor_rollout_ref.rollout"
 ROOM = "transfer_queue.backend.SimpleStorage.total_storage_size"
 """Rows that TransferQueue takes at most; null: any number."""
+OTHER_ROWS = 2
+"""Times as many rows as training has: validation has some, and so has each further output of an agent loop."""
 SPECULATION = f"{ENGINE_ARGUMENTS}.speculative_config"
 """How an engine drafts; empty: it does not."""
 TRAINER_MODE, SEPARATE_MODE = "partial_rollout", "partial_rollout_separate"
@@ -156,15 +158,17 @@ def _reads_statistics(config: DictConfig, settings: Settings) -> str:
 
 
 def _make_room(changes: Changes, settings: Settings) -> None:
-    """Let TransferQueue hold the batch in training and all batches in flight; verl's bound is meant for one batch."""
+    """Let TransferQueue hold the batch in training and all batches in flight; verl's bound is meant for one batch.
+
+    A bound that the user set stays.
+    """
     config, block = changes.config, settings.block
     room = OmegaConf.select(config, ROOM)
     _, most = depth_bounds(block, block.tail.interrupt_mode)
     num_prompts = math.ceil((1 + most) * block.tail.groups_per_round(config.data.train_batch_size))
     num_rows = num_prompts * (1 + config.actor_rollout_ref.rollout.n)
-    if room is not None and room < num_rows:
-        why = f"up to {num_rows} prompts and responses are in flight or in training"
-        changes.replace(ROOM, None, why, instead=f"set at least {num_rows}, or leave it out")
+    if room is not None and room < OTHER_ROWS * num_rows and not changes.by_hand.has(ROOM):
+        changes.complete(ROOM, None, f"up to {num_rows} prompts and responses are in flight or in training")
 
 
 def _hand_on_loss(changes: Changes) -> None:

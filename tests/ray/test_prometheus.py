@@ -90,12 +90,13 @@ async def test_a_prometheus_that_reads_a_running_ray_answers_every_expression_an
             async def result_of(expression: str) -> list[Any]:
                 return (await ask_until(lambda found: bool(found["result"]), "query", query=expression))["result"]
 
-            for expression in (*panel_expressions(), STAYS):
+            for expression in panel_expressions():
                 await result_of(expression)
             steps = await result_of(f'ray_partial_rollout_steps_total{{run="{RUN}"}}')
             assert [each["value"][1] for each in steps] == ["2"]
             answered = await ask_until(lambda found: of_alerts("state", found).items() >= STATES.items(), "rules")
             assert of_alerts("health", answered) == {rule["alert"]: "ok" for rule in rules()}
+            await result_of(STAYS)
         finally:
             process.terminate()
             await asyncio.wait_for(asyncio.gather(messages, process.wait()), WAIT_S)

@@ -382,17 +382,20 @@ async def test_at_the_end_of_the_run_nobody_waits_for_a_relaunch():
     assert (await start(server, "late")).extra_fields["rejected"]
 
 
-@pytest.mark.parametrize(("counted", "stats_off", "is_ended"), [(64, False, False), (0, False, True), (0, True, False)])
+@pytest.mark.parametrize(
+    ("counted", "has_statistics", "is_ended"), [(64, True, False), (0, True, True), (0, False, False)]
+)
 def test_an_engine_that_hands_over_tokens_at_the_end_goes_on_while_vllm_counts_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counted: int, stats_off: bool, is_ended: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counted: int, has_statistics: bool, is_ended: bool
 ):
     async def main() -> None:
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(time, "monotonic", loop.time)
         monkeypatch.setattr(module, "counted_tokens", lambda: int(loop.time()) * counted)
         server = FakeServer(PartialRolloutConfig(events=str(tmp_path)))
-        server.config.enable_rollout_routing_replay, server.config.disable_log_stats = True, stats_off
+        server.config.enable_rollout_routing_replay = True
         await server.launch_server()
+        server.fake.log_stats = has_statistics
         task = start(server)
         await asyncio.sleep(HOUR_S)  # and no token is handed over
         task.cancel()

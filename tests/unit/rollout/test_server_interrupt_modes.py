@@ -159,7 +159,7 @@ async def test_draining_twice_keeps_what_is_kept():
 
 
 async def test_a_drain_that_nobody_takes_tokens_in_for_is_bounded():
-    server = await launched(without_relaunches("keep_kv", timeouts=TimeoutConfig(drain_s=0.01)))
+    server = await launched(without_relaunches("keep_kv", timeouts=TimeoutConfig(drain_s=1.0)))
     server.fake.engine_core.outputs_queue.put_nowait("a message that stays")
     with pytest.raises(DrainTimeout):
         await server.abort_all_requests()
