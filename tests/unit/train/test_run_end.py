@@ -57,7 +57,7 @@ def trainer(interruption: Interruption, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(PartialRolloutTrainer, "_prepare", noted(log, "prepare"))
     monkeypatch.setattr(PartialRolloutTrainer, "_save_last_checkpoint", noted(log, "save"))
     monkeypatch.setattr(trainer_module, "shutdown_run", noted(log, "shut down"))
-    return bare_trainer(watch=watch, log=log)
+    return bare_trainer(watch=watch, log=log, _ray_metrics=SimpleNamespace(close=noted(log, "end metrics")))
 
 
 def test_a_death_that_is_told_when_its_error_has_ended_the_training_leaves_the_last_checkpoint_alone(
@@ -78,7 +78,7 @@ def test_a_death_that_is_told_when_its_error_has_ended_the_training_leaves_the_l
     monkeypatch.setattr(RunWatch, "bound_end", told_now)
     with pytest.raises(DataError):
         trainer.fit(None)
-    assert trainer.log == ["prepare", "save", "shut down"]
+    assert trainer.log == ["prepare", "save", "end metrics", "shut down"]
 
 
 def test_a_death_after_the_last_step_does_not_make_a_complete_run_a_failed_one(
@@ -97,7 +97,7 @@ def test_a_death_after_the_last_step_does_not_make_a_complete_run_a_failed_one(
         Death(Process("training rank", "actor-0"), "killed")
     )  # ended by force, it would be trained again
     assert ended == [True]
-    assert trainer.log == ["prepare", "shut down"]
+    assert trainer.log == ["prepare", "end metrics", "shut down"]
     assert not trainer.watch.has_lost(TRAINING_RANK)
 
 
@@ -112,7 +112,7 @@ def test_an_error_before_the_first_step_ends_the_run_as_any_other(
     monkeypatch.setattr(PartialRolloutTrainer, "_prepare", fail)
     with pytest.raises(DataError):
         trainer.fit(None)
-    assert trainer.log == ["save", "shut down"]
+    assert trainer.log == ["save", "end metrics", "shut down"]
 
 
 def test_a_start_that_was_given_up_is_shut_down_although_its_error_is_told_at_the_end_of_its_watch(
