@@ -31,8 +31,6 @@ EXIT_NOT_FOUND = 2
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 ANSWER_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 5.0
-Followed = dict[Path, tuple[EventReader, Waits]]
-"""Event streams, by their folders, that are read on at the next drawing."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,17 +102,16 @@ def _probe(address: str) -> None:
 
 def _show(options: argparse.Namespace) -> None:
     redraws = options.watch and sys.stdout.isatty() and not options.json
-    followed: Followed = {}
-    print((CLEAR_SCREEN if redraws else "") + _text(options, followed), flush=True)
+    print((CLEAR_SCREEN if redraws else "") + _text(options), flush=True)
     while options.watch:
         time.sleep(options.watch)
         separator = CLEAR_SCREEN if redraws else "" if options.json else "\n"
-        print(separator + _text(options, followed), flush=True)
+        print(separator + _text(options), flush=True)
 
 
-def _text(options: argparse.Namespace, followed: Followed) -> str:
+def _text(options: argparse.Namespace) -> str:
     if options.why:
-        return _waits(events_folder_of(Path(options.why)), followed)
+        return _waits(events_folder_of(Path(options.why)))
     status = _fetch(options)
     if options.json:
         return status_json(status)
@@ -123,14 +120,14 @@ def _text(options: argparse.Namespace, followed: Followed) -> str:
         return shown
     if not status.events:
         raise ClusterError("this run has no event stream (partial_rollout.events=null), so nothing tells its waits")
-    return f"{shown}\n{_waits(Path(status.events), followed)}"
+    return f"{shown}\n{_waits(Path(status.events))}"
 
 
-def _waits(folder: Path, followed: Followed) -> str:
+def _waits(folder: Path) -> str:
     if not folder.is_dir():
         raise DataError(f"the event stream {folder} is not on this machine: give the run's folder, --why RUN")
-    reader, waits = followed.setdefault(folder, (EventReader(folder), Waits()))
-    waits.add(reader.read())
+    waits = Waits()
+    waits.add(EventReader(folder).read())
     return describe(waits, time.time())
 
 
