@@ -53,7 +53,8 @@ class FakeEngine:
         self.queues: dict[str, RequestOutputCollector] = {}
         self.prompts: dict[str, Any] = {}
         self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
-        self.errored, self.log_stats = False, True
+        self.errored = False
+        self.log_stats = True
         self.calls: list[str] = []
         self.threads: set[int] = set()
         self.accept = asyncio.Event()

@@ -5,9 +5,9 @@ has the label `run`. The prompt manager exports the queue, the trainer its steps
 
     update ──> last values ──thread, every second──> Ray ──> the agent of the node, which Prometheus reads
 
-Of a value that was set once Ray's agent tells for 20 s only (two intervals in which Ray sends values), so Ray is given
-each again. Then what did not reach the agent in time is there a second later, too. Totals are gauges for that reason:
-of a counter Ray sends what was added, and what did not reach the agent in time is never counted.
+The agent forgets a value that was set 20 s ago (two of the intervals in which Ray sends values), so each is given again
+and again. That also brings what did not reach the agent at first. Totals are gauges, since Ray sends only what was
+added to a counter: an increase that does not reach the agent is never counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RUN = "run"
 INTERVAL_S = 1.0
 """Between two times that Ray is given every value; the shortest interval in which Ray itself sends values."""
 CLOSE_S = 5.0
-"""For a thread that has no more to do than to give some values."""
+"""Longest wait for the thread, which may be giving the last values."""
 STEP_GAUGES = {
     "step_seconds": ("timing_s/step", "Seconds of the last step."),
     "generation_seconds": ("timing_s/gen", "Seconds of the last step in which the trainer waited for its batch."),
@@ -99,10 +99,16 @@ class _Metric:
 
     def __init__(self, exporter: _Exporter, name: str, gauge: Gauge) -> None:
         self._values, self._name, self._gauge = exporter.values, name, gauge
+        self._total = 0.0
 
     def set(self, value: float, tags: dict[str, str] | None = None) -> None:
         tags = tags or {}
         self._values[self._name, tuple(tags.values())] = (self._gauge, float(value), tags)
+
+    def add(self, value: float) -> None:
+        """Let a total without tags grow."""
+        self._total += value
+        self.set(self._total)
 
 
 class ManagerMetrics:
@@ -153,13 +159,11 @@ class TrainerMetrics:
         """`run` is the label of all of them."""
         make = self._exporter = _Exporter(run)
         self._clock = clock
-        self._sums = {name: 0.0 for name in STEP_TOTALS}
-        self._num_steps = 0
         self._gauges = {name: make.metric(name, text) for name, (_, text) in STEP_GAUGES.items()}
         self._totals = {name: make.metric(f"{name}_total", text) for name, (_, text) in STEP_TOTALS.items()}
         self._steps = make.metric("steps_total", "Training steps that have ended.")
         for total in (*self._totals.values(), self._steps):
-            total.set(0)
+            total.add(0)
         self._last = make.metric("last_step_timestamp_seconds", "When the last step ended, in seconds since 1970.")
 
     def close(self) -> None:
@@ -172,8 +176,6 @@ class TrainerMetrics:
             if (value := metrics.get(source)) is not None:
                 self._gauges[name].set(value)
         for name, (source, _) in STEP_TOTALS.items():
-            self._sums[name] += metrics.get(source) or 0.0
-            self._totals[name].set(self._sums[name])
-        self._num_steps += 1
-        self._steps.set(self._num_steps)
+            self._totals[name].add(metrics.get(source) or 0.0)
+        self._steps.add(1)
         self._last.set(self._clock())

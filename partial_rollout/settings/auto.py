@@ -51,7 +51,15 @@ from partial_rollout.settings.derived import (
     read_settings,
 )
 from partial_rollout.settings.drafts import ended_by_more_slots
-from partial_rollout.settings.flag import CORRECTION_BLOCK, POLICY_LOSS, REINFORCE, REPLAYS, ROLLOUT, SPECULATION
+from partial_rollout.settings.flag import (
+    CORRECTION_BLOCK,
+    POLICY_LOSS,
+    REINFORCE,
+    REPLAYS,
+    ROLLOUT,
+    SPECULATION,
+    STATISTICS_OFF,
+)
 from partial_rollout.settings.memory import (
     GIB,
     Machine,
@@ -112,7 +120,6 @@ ONE_STEP: Needs = {
     "algorithm.adv_estimator": ("grpo", "rloo", "reinforce_plus_plus", "opo"),
 }
 """Values, by whole keys, with which old log-probs weigh nothing in a batch that is one optimizer step."""
-STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 UNTRIED_WITH_KV: Needs = {
     **{key: (None, False) for key in AT_THE_END},
     **{f"rollout.engine_kwargs.vllm.{name}": (None,) for name in ("kv_transfer_config", "kv_offloading_size")},

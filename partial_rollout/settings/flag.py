@@ -35,6 +35,7 @@ POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 REINFORCE = "reinforce"
 """Loss of verl's `bypass_mode` that weighs tokens; the other one, `ppo_clip`, clips them."""
 ROLLOUT = "actor_rollout_ref.rollout"
+STATISTICS_OFF = f"{ROLLOUT}.disable_log_stats"
 ROOM = "transfer_queue.backend.SimpleStorage.total_storage_size"
 """Rows that TransferQueue takes at most; null: any number."""
 OTHER_ROWS = 2
@@ -134,11 +135,9 @@ def apply_mode(changes: Changes, settings: Settings) -> None:
     if settings.block.slots.adaptive is not False:  # `auto` is still open: the cluster decides
         why = f"{BLOCK}.slots.adaptive reads the engines' statistics"
         off = f"leave it out, or set {BLOCK}.slots.adaptive=false"
-        changes.replace(f"{ROLLOUT}.disable_log_stats", False, why, instead=off)
-    elif (reader := _reads_statistics(changes.config, settings)) and not changes.by_hand.has(
-        f"{ROLLOUT}.disable_log_stats"
-    ):
-        changes.complete(f"{ROLLOUT}.disable_log_stats", False, f"{reader} reads the engines' statistics")
+        changes.replace(STATISTICS_OFF, False, why, instead=off)
+    elif (reader := _reads_statistics(changes.config, settings)) and not changes.by_hand.has(STATISTICS_OFF):
+        changes.complete(STATISTICS_OFF, False, f"{reader} reads the engines' statistics")
     if not verl_fetches_single_prompts(changes.config):
         why = "verl fetches prompts one by one in all modes but sync"
         changes.replace("data.gen_batch_size", 1, why, instead="leave it out")
